@@ -1,0 +1,1 @@
+console.error('CNI portmap plugin');
