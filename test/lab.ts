@@ -91,6 +91,8 @@ export async function openMachine({ variant, tools = '/usr/sbin' }: MachineOptio
     echo 1 > ipv4/ip_forward
     echo 1 > ipv6/conf/all/forwarding
     echo 0 > ipv6/conf/default/accept_dad
+    echo 0 > ipv4/icmp_ratelimit
+    echo 0 > ipv6/icmp/ratelimit
     cd /
     echo ready
     exec cat`;
@@ -312,8 +314,11 @@ export type LabNode = Machine & {
   expectPlugin(...call: Parameters<LabNode['plugin']>): Promise<Outcome>;
   /** Both families, for the message of a failed assertion. */
   allRules(): Promise<string>;
-  /** An echo server inside a network namespace of the node: a container's name, 'client', or undefined for the node. */
-  serve(netns: string | undefined, server: Server): Promise<void>;
+  /**
+   * An echo server inside a network namespace of the node: a container's name, 'client', or undefined for the node.
+   * Gives the function that stops it; close() does so too.
+   */
+  serve(netns: string | undefined, server: Server): Promise<() => Promise<void>>;
   /** What a request from a network namespace is answered, or null if nothing answers. */
   probe(netns: string | undefined, request: Request): Promise<Answer | null>;
 };
@@ -431,6 +436,9 @@ END`);
     allRules,
     serve: async (netns, { protocol, address, port, name = netns ?? 'node' }) => {
       await station(netns).order({ op: 'serve', protocol, address, port, name });
+      return async () => {
+        await station(netns).order({ op: 'stop', protocol, address, port });
+      };
     },
     probe: async (netns, { timeout = 1_000, ...request }) => {
       const { answer } = await station(netns).order({ op: 'ask', timeout, ...request });

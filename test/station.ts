@@ -13,6 +13,7 @@ export type Transport = 'tcp' | 'udp';
 
 export type Order =
   | { op: 'serve'; protocol: Transport; address: string; port: number; name: string }
+  | { op: 'stop'; protocol: Transport; address: string; port: number }
   | {
       op: 'ask';
       protocol: Transport;
@@ -27,6 +28,9 @@ export type Order =
 export type Answer = { name: string; peer: string; peerPort: number; local: string };
 
 const isV6 = (address: string): boolean => address.includes(':');
+
+const servers = new Map<string, { close(done: () => void): unknown }>();
+const keyOf = (order: Order): string => `${order.protocol} ${order.address} ${order.port}`;
 
 function serve(order: Order & { op: 'serve' }): Promise<void> {
   const { promise, resolve, reject } = Promise.withResolvers<void>();
@@ -46,10 +50,12 @@ function serve(order: Order & { op: 'serve' }): Promise<void> {
         ),
       );
     });
+    servers.set(keyOf(order), server);
     server.once('error', reject);
     server.listen({ host: order.address, port: order.port, ipv6Only: true, backlog: 128 }, () => resolve());
   } else {
     const socket = createSocket(isV6(order.address) ? { type: 'udp6', ipv6Only: true } : { type: 'udp4' });
+    servers.set(keyOf(order), socket);
     socket.on('error', reject);
     socket.on('message', (asked, from) => {
       socket.send(
@@ -61,6 +67,15 @@ function serve(order: Order & { op: 'serve' }): Promise<void> {
     });
     socket.bind(order.port, order.address, () => resolve());
   }
+  return promise;
+}
+
+function stop(order: Order & { op: 'stop' }): Promise<void> {
+  const { promise, resolve } = Promise.withResolvers<void>();
+  const server = servers.get(keyOf(order));
+  servers.delete(keyOf(order));
+  if (server === undefined) resolve();
+  else server.close(() => resolve());
   return promise;
 }
 
@@ -114,12 +129,24 @@ function ask(order: Order & { op: 'ask' }): Promise<Answer | null> {
   return promise;
 }
 
+async function obey(order: Order): Promise<{ answer?: Answer | null }> {
+  switch (order.op) {
+    case 'serve':
+      await serve(order);
+      break;
+    case 'stop':
+      await stop(order);
+      break;
+    case 'ask':
+      return { answer: await ask(order) };
+  }
+  return {};
+}
+
 if (import.meta.main) {
   for await (const line of createInterface({ input: process.stdin })) {
     const order: Order & { id: number } = JSON.parse(line);
-    const done =
-      order.op === 'serve' ? serve(order).then(() => ({})) : ask(order).then((answer) => ({ answer }));
-    void done
+    void obey(order)
       .catch((cause: unknown) => ({ error: String(cause) }))
       .then((reply) => console.log(JSON.stringify({ id: order.id, ...reply })));
   }
