@@ -1,6 +1,7 @@
 #!/usr/bin/env bash
 # Fetches the newest upstream plugins that Debian carries (the suite sid), to measure against and to test with:
-# unpacked into .cache/upstream, nothing is installed. Prints the path of its portmap.
+# unpacked into .cache/upstream, nothing is installed. Prints the path of its portmap; the package's version is in the
+# file VERSION beside usr/.
 #
 #   scripts/upstream.sh [--suite SUITE]
 #
@@ -14,7 +15,7 @@ suite=sid
 case ${1:-} in
   '') ;;
   --suite) suite=${2:?} ;;
-  *) sed -n '2,9s/^# \{0,1\}//p' "$0"; exit 2 ;;
+  *) sed -n '2,10s/^# \{0,1\}//p' "$0"; exit 2 ;;
 esac
 folder=$PWD/.cache/upstream
 plugin=$folder/$suite/usr/lib/cni/portmap
@@ -51,6 +52,7 @@ options=(-o "Dir::Etc::sourcelist=$apt/etc/sources.list" -o Dir::Etc::sourcepart
 apt-get "${options[@]}" -qq update >&2 || unavailable "apt-get update failed for the suite $suite"
 (cd "$folder" && apt-get "${options[@]}" -qq download containernetworking-plugins >&2) ||
   unavailable "the suite $suite has no containernetworking-plugins"
+dpkg-deb -f "$folder"/containernetworking-plugins_*.deb Version > "$folder/$suite/VERSION"
 dpkg-deb -x "$folder"/containernetworking-plugins_*.deb "$folder/$suite"
 rm -rf "$apt" "$folder"/containernetworking-plugins_*.deb
 [ -x "$plugin" ] || unavailable "the package of $suite has no /usr/lib/cni/portmap"
