@@ -17,13 +17,19 @@ import type { Answer, Order, Transport } from './station.ts';
 export type Variant = 'nft' | 'legacy';
 export type Family = 'v4' | 'v6';
 export const variants: readonly Variant[] = ['nft', 'legacy'];
+export const families: readonly Family[] = ['v4', 'v6'];
 
 const here = (path: string): string => fileURLToPath(new URL(path, import.meta.url));
 
 /** The executable under test. */
 export const portmapBin = process.env['PORTMAP_BIN'] ?? here('../dist/portmap');
-/** The plugin that portmap replaces, as Debian installs it. */
-export const upstreamBin = process.env['UPSTREAM_BIN'] ?? '/usr/lib/cni/portmap';
+/** The plugin that portmap replaces, as this machine has it installed. */
+export const upstreamBin = '/usr/lib/cni/portmap';
+/** The newest one there is: what `scripts/upstream.sh` has fetched, else the installed one. */
+export const newestUpstreamBin =
+  process.env['UPSTREAM_BIN'] ??
+  [here('../.cache/upstream/sid/usr/lib/cni/portmap')].find((path) => existsSync(path)) ??
+  upstreamBin;
 
 // The pinned Node runs TypeScript as it is; the tests themselves may run on an older one.
 const nodeBin = existsSync(here('../node_modules/.bin/node'))

@@ -5,7 +5,7 @@ import { afterAll, beforeAll, beforeEach, describe, expect, test } from 'vitest'
 import {
   addresses,
   type Container,
-  type Family,
+  families,
   type LabNode,
   netconf,
   type Netconf,
@@ -17,7 +17,6 @@ import {
 import type { Answer, Transport } from '../station.ts';
 
 const transports: readonly Transport[] = ['tcp', 'udp'];
-const families: readonly Family[] = ['v4', 'v6'];
 const extra = { v4: '198.51.100.11', v6: '2001:db8:3::11' } as const;
 
 /** Both transports, host port to container port 80. */
