@@ -1,0 +1,154 @@
+// What a call costs the node: which programs it runs and how often it takes the xtables lock, seen from outside with
+// strace. A call's changes to a family are one transaction, so the counts may not depend on how much it changes.
+import { readFile } from 'node:fs/promises';
+import { afterAll, beforeAll, beforeEach, describe, expect, test } from 'vitest';
+import {
+  addresses,
+  type Container,
+  type LabNode,
+  netconf,
+  type Netconf,
+  openNode,
+  type PortMapping,
+  variants,
+  type Verb,
+} from '../lab.ts';
+
+/** One mapping of each protocol that has something special, or `count` of them. */
+const mappings = (count: number): PortMapping[] =>
+  Array.from({ length: count }, (_, index) => ({
+    hostPort: 20_000 + index,
+    containerPort: 1_000 + index,
+    protocol: ['tcp', 'udp', 'sctp'][index % 3] ?? 'tcp',
+  }));
+
+type Trace = {
+  /** The programs that were started, by name, in order; the plugin itself is not among them. */
+  readonly programs: readonly string[];
+  /** How often the xtables lock was asked for, and how often it was got. */
+  readonly asked: number;
+  readonly taken: number;
+  readonly text: string;
+};
+
+function readTrace(text: string): Trace {
+  const unfinished = new Map<string, string>();
+  const calls = text.split('\n').flatMap((line) => {
+    const [, pid = '', call = ''] = /^(\d+) +(.*)$/.exec(line) ?? [];
+    if (call.endsWith('<unfinished ...>')) {
+      unfinished.set(pid, call.replace(/<unfinished \.\.\.>$/, ''));
+      return [];
+    }
+    const rest = /^<\.\.\. \w+ resumed>(.*)$/.exec(call)?.[1];
+    return [rest === undefined ? call : `${unfinished.get(pid) ?? ''}${rest}`];
+  });
+  const locks = calls.filter((call) => /^flock\(\d+<[^>]*xtables[^>]*>, LOCK_EX/.test(call));
+  return {
+    programs: calls
+      .flatMap((call) => /^execve\("(?:[^"]*\/)?([^"/]+)".* = 0$/.exec(call)?.[1] ?? [])
+      .slice(1),
+    asked: locks.length,
+    taken: locks.filter((call) => call.endsWith(' = 0')).length,
+    text,
+  };
+}
+
+describe.each(variants)('iptables-%s', (variant) => {
+  let node: LabNode;
+  let c1: Container;
+  let c2: Container;
+
+  beforeAll(async () => {
+    node = await openNode({ variant });
+    c1 = await node.addContainer('c1');
+    c2 = await node.addContainer('c2');
+    // A node that has had its first sandbox, so that every case finds the shared chains.
+    const conf = netconf(c2, mappings(2));
+    await node.expectPlugin('ADD', conf, c2);
+    await node.expectPlugin('DEL', conf, c2);
+  });
+  afterAll(() => node?.close());
+  beforeEach(async () => {
+    await node.expectPlugin('DEL', netconf(c1, mappings(1)), c1);
+  });
+
+  const trace = async (verb: Verb, conf: Netconf, target = c1): Promise<Trace> => {
+    const file = '/run/trace';
+    await node.expectPlugin(verb, conf, target, {
+      under: ['/usr/bin/strace', '-f', '-y', '-qq', '-s', '256', '-e', 'trace=execve,flock', '-o', file],
+    });
+    return readTrace(await readFile(`${node.root}${file}`, 'utf8'));
+  };
+  const onlyV4 = (conf: Netconf): Netconf => ({
+    ...conf,
+    prevResult: {
+      cniVersion: '1.0.0',
+      ips: [{ address: `${c1.v4}/16`, gateway: addresses.bridge.v4 }],
+    },
+  });
+  const perFamily = variant === 'legacy' ? 1 : 0;
+
+  test('ADD and DEL take the xtables lock once for each family they change', async () => {
+    const conf = netconf(c1, mappings(40));
+    const add = await trace('ADD', conf);
+    const again = await trace('ADD', netconf(c1, mappings(20)));
+    const del = await trace('DEL', conf);
+    expect([add.asked, add.taken], add.text).toEqual([2 * perFamily, 2 * perFamily]);
+    expect([again.asked, again.taken], again.text).toEqual([2 * perFamily, 2 * perFamily]);
+    expect([del.asked, del.taken], del.text).toEqual([2 * perFamily, 2 * perFamily]);
+  });
+
+  test('a family that a sandbox does not use is left alone', async () => {
+    const conf = onlyV4(netconf(c1, mappings(3)));
+    const before = await node.rules('v6');
+    const add = await trace('ADD', conf);
+    const del = await trace('DEL', conf);
+    expect([add.taken, del.taken], add.text + del.text).toEqual([perFamily, perFamily]);
+    expect(add.programs.filter((program) => program.startsWith('ip6tables'))).toEqual([]);
+    expect(await node.rules('v6')).toBe(before);
+  });
+
+  test('a DEL of what is gone, and a CHECK, take no lock and change nothing', async () => {
+    const conf = netconf(c1, mappings(3));
+    const gone = await trace('DEL', conf);
+    await node.expectPlugin('ADD', conf, c1);
+    const before = await node.allRules();
+    const check = await trace('CHECK', conf);
+    const same = await trace('CHECK', conf);
+    for (const call of [gone, check, same]) {
+      expect(call.asked, call.text).toBe(0);
+      expect(
+        call.programs.filter((program) => program.endsWith('-restore') && variant === 'legacy'),
+        call.text,
+      ).toEqual([]);
+    }
+    expect(await node.allRules()).toBe(before);
+  });
+
+  test('without mappings no program is run: ADD, CHECK, and DEL of a sandbox that never had any', async () => {
+    const conf = netconf(c1, []);
+    for (const verb of ['ADD', 'CHECK', 'DEL'] as const) {
+      const { programs, asked, text } = await trace(verb, conf);
+      expect(programs, text).toEqual([]);
+      expect(asked, text).toBe(0);
+    }
+    const bare = await trace('DEL', { cniVersion: '1.0.0', name: 'lab', type: 'portmap' });
+    expect(bare.programs, bare.text).toEqual([]);
+  });
+
+  test('a thousand mappings run the same programs as three, and are added in less than a second', async () => {
+    const programs = async (verb: Verb, conf: Netconf): Promise<readonly string[]> => {
+      await node.expectPlugin(verb === 'ADD' ? 'DEL' : 'ADD', conf, c1);
+      return (await trace(verb, conf)).programs;
+    };
+    const [few, many] = [netconf(c1, mappings(3)), netconf(c1, mappings(999))];
+    for (const verb of ['ADD', 'CHECK', 'DEL'] as const) {
+      const expected = await programs(verb, few);
+      expect(await programs(verb, many), verb).toEqual(expected);
+    }
+    const start = performance.now();
+    await node.expectPlugin('ADD', many, c1);
+    expect(performance.now() - start).toBeLessThan(1_000);
+    expect((await node.rules('v6')).match(/-j DNAT/g)).toHaveLength(999);
+  });
+});
