@@ -1,0 +1,80 @@
+// `portmap list`: who has which host port on this node.
+import type { ListedMapping } from '../listing.ts';
+import { listMappings } from '../listing.ts';
+import type { Budget } from '../program.ts';
+import { readRecord } from '../record.ts';
+import { sandboxPrefix } from '../chain.ts';
+import { openState } from '../state.ts';
+import { observeNode } from '../verify.ts';
+
+/** Every mapping in the kernel, in both families and variants, as a table or as JSON. */
+export async function listNode(json: boolean, budget: Budget): Promise<string> {
+  const tables = await observeNode(budget);
+  const state = openState(false);
+  const rows = tables
+    .flatMap(({ tools, observed }) =>
+      listMappings(tools.family, observed).map((mapping) => ({ ...mapping, variant: tools.variant })),
+    )
+    .map((mapping) => {
+      // A long comment is cut by the kernel; the record has the names whole.
+      const record =
+        typeof state === 'string' ? 'missing' : readRecord(state, mapping.chain.slice(sandboxPrefix.length));
+      return typeof record === 'string'
+        ? mapping
+        : { ...mapping, network: record.network, containerId: record.containerId };
+    });
+  return json ? JSON.stringify(rows.map(toJson), null, 2) : renderTable(rows.map(toCells));
+}
+
+type Row = ListedMapping & { readonly variant: string };
+
+function toJson(row: Row): Record<string, unknown> {
+  const {
+    protocol,
+    hostAddress,
+    hostPort,
+    containerAddress,
+    containerPort,
+    network,
+    containerId,
+    family,
+    variant,
+  } = row;
+  return {
+    protocol,
+    hostAddress,
+    hostPort,
+    containerAddress,
+    containerPort,
+    network: network ?? null,
+    containerId: containerId ?? null,
+    family,
+    variant,
+  };
+}
+
+function toCells(row: Row): string[] {
+  const anywhere = row.family === 'ipv6' ? '[::]' : '0.0.0.0';
+  const bracket = (address: string) => (address.includes(':') ? `[${address}]` : address);
+  return [
+    row.protocol,
+    `${row.hostAddress === '' ? anywhere : bracket(row.hostAddress)}:${row.hostPort}`,
+    `${bracket(row.containerAddress)}:${row.containerPort}`,
+    row.network ?? 'unknown',
+    row.containerId ?? 'unknown',
+    row.variant,
+  ];
+}
+
+function renderTable(rows: readonly string[][]): string {
+  const all = [['PROTOCOL', 'HOST', 'CONTAINER', 'NETWORK', 'CONTAINER ID', 'VARIANT'], ...rows];
+  const widths = all[0]?.map((_, column) => Math.max(...all.map((row) => row[column]?.length ?? 0))) ?? [];
+  return all
+    .map((row) =>
+      row
+        .map((cell, column) => cell.padEnd(widths[column] ?? 0))
+        .join('  ')
+        .trimEnd(),
+    )
+    .join('\n');
+}

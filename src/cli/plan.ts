@@ -1,0 +1,58 @@
+// `portmap plan`: the transactions of an ADD or DEL, printed and not committed.
+import { planBatch } from '../batch.ts';
+import { readJson, readName, readNetConf, readVersion } from '../netconf.ts';
+import type { Budget } from '../program.ts';
+import { newRequest } from '../queue.ts';
+import { readVariables } from '../environment.ts';
+import { familiesOf } from '../record.ts';
+import { renderTransaction } from '../restore.ts';
+import { openState } from '../state.ts';
+import { tableKey } from '../target.ts';
+
+/** Reads the netconf as the plugin would and returns what it would give to iptables-restore, table by table. */
+export async function planChange(
+  verb: 'add' | 'del',
+  attachment: { containerId: string; netns: string; ifname: string },
+  terminal: {
+    readonly budget: Budget;
+    readonly readInput: () => Promise<string>;
+    readonly warn: (text: string) => void;
+  },
+): Promise<string> {
+  const { containerId, ifname, netns } = readVariables('DEL', {
+    CNI_CONTAINERID: attachment.containerId,
+    CNI_NETNS: attachment.netns,
+    CNI_IFNAME: attachment.ifname,
+    CNI_PATH: '/',
+  });
+  const raw = readJson(await terminal.readInput());
+  const network = { name: readName(raw), cniVersion: readVersion(raw), raw };
+  const state = openState(false);
+  const context = { budget: terminal.budget, state: typeof state === 'string' ? undefined : state };
+  const conf = verb === 'add' ? readNetConf(network, ifname) : undefined;
+  for (const warning of conf?.warnings ?? []) terminal.warn(warning);
+  if (conf !== undefined && familiesOf(conf.attachment).length === 0)
+    return '# nothing to do: no mapping for this container';
+  const change =
+    conf === undefined
+      ? ({ verb: 'DEL', ifname } as const)
+      : ({
+          verb: 'ADD',
+          attachment: { ifname, netns, config: conf.attachment },
+          onConflict: conf.onConflict,
+        } as const);
+  const request = newRequest(network.name, containerId, change);
+  const plan = await planBatch([request], context);
+  const failure = plan.failures.get(request.token);
+  if (failure !== undefined) throw failure;
+  for (const warning of plan.warnings.get(request.token) ?? []) terminal.warn(warning);
+  const parts = plan.tables
+    .filter(({ transaction }) => transaction.length > 0)
+    .map(
+      ({ table, tools, transaction }) =>
+        `# ${tableKey(table)}: ${tools.restore} --noflush\n${renderTransaction(transaction)}`,
+    );
+  return parts.length === 0
+    ? '# nothing to do: the kernel holds nothing of this sandbox'
+    : parts.join('').trimEnd();
+}

@@ -1,0 +1,56 @@
+// `portmap reapply`: after a firewall reload, the rules of every recorded sandbox again.
+import { statSync } from 'node:fs';
+import { sandboxHash } from '../chain.ts';
+import { commitTogether } from '../commit.ts';
+import { PortmapError } from '../errors.ts';
+import { allowLoopback } from '../host.ts';
+import type { Budget } from '../program.ts';
+import { newRequest } from '../queue.ts';
+import { readRecords, recordPath, type SandboxRecord } from '../record.ts';
+import { isDead } from '../rival.ts';
+import { openState, type StateFolder } from '../state.ts';
+
+/**
+ * Puts back the rules of every live recorded sandbox, and removes those of dead ones, in one transaction a table.
+ * @throws PortmapError IO without a usable state folder; the first failure of a sandbox after all others were done.
+ */
+export async function reapplyRecords(terminal: {
+  readonly budget: Budget;
+  readonly warn: (text: string) => void;
+}): Promise<string> {
+  const state = openState(false);
+  if (state === 'missing') return 'nothing to do: no sandbox is recorded';
+  if (typeof state === 'string') throw new PortmapError('IO', `state folder: ${state}`);
+  // The oldest first, so that the newest owner of a port is in front again.
+  const records = readRecords(state).toSorted(
+    (one, other) => writtenAt(state, one) - writtenAt(state, other),
+  );
+  const dead = records.filter(isDead);
+  const requests = records.flatMap((record) => {
+    const [newest] = record.attachments;
+    if (newest === undefined) return [];
+    if (dead.includes(record))
+      return record.attachments.map(({ ifname }) =>
+        newRequest(record.network, record.containerId, { verb: 'DEL', ifname }),
+      );
+    for (const { config } of record.attachments)
+      for (const warning of allowLoopback(config)) terminal.warn(warning);
+    return [
+      newRequest(record.network, record.containerId, { verb: 'ADD', attachment: newest, onConflict: 'warn' }),
+    ];
+  });
+  const numbered = requests.map((request, index) => ({ ...request, token: `${request.token}-${index}` }));
+  const answers = await commitTogether(numbered, state, terminal.budget);
+  for (const warning of answers.flatMap(({ warnings }) => warnings)) terminal.warn(warning);
+  const failed = answers.flatMap(({ error }) => error ?? []);
+  if (failed[0] !== undefined) throw failed[0];
+  return `${records.length - dead.length} sandbox(es) put back, ${dead.length} dead one(s) dropped`;
+}
+
+function writtenAt(state: StateFolder, record: SandboxRecord): number {
+  try {
+    return statSync(recordPath(state, sandboxHash(record.network, record.containerId))).mtimeMs;
+  } catch {
+    return 0;
+  }
+}

@@ -1,0 +1,216 @@
+// The commit queue (group commit, as databases do it): calls that wait for their turn are committed together. Whoever
+// gets the node's commit lock works for all; a call that finds its request gone is finished. Everything is
+// idempotent, so a process killed half-way costs nothing: the next one does it again.
+import { join } from 'node:path';
+import { type BatchContext, commitPlan, planBatch } from './batch.ts';
+import { PortmapError, toPortmapError } from './errors.ts';
+import { type HeldLock, lockBusy, tryLock, withLock } from './lock.ts';
+import { type Budget, sleep } from './program.ts';
+import {
+  type Answer,
+  claim,
+  enqueue,
+  finish,
+  giveBack,
+  hashOf,
+  isQueued,
+  isWanted,
+  readAnswer,
+  type Request,
+  withdraw,
+} from './queue.ts';
+import type { StateFolder } from './state.ts';
+
+const maxConflicts = 4;
+const firstWaitMs = 4;
+const longestWaitMs = 100;
+
+/**
+ * Brings a request to its commit, by this process or by another, and returns the warnings it came with. The caller
+ * holds the sandbox's lock. Without a state folder there is no queue: the request is committed on its own.
+ * @throws PortmapError what the request came to, or BUSY when the budget ended before its turn came.
+ */
+export async function submit(
+  request: Request,
+  state: StateFolder | undefined,
+  budget: Budget,
+): Promise<readonly string[]> {
+  if (state === undefined) {
+    const answers = new Map<string, Answer>();
+    await commitRequests(
+      [request],
+      answers,
+      { budget, state },
+      { cover: () => undefined, isWanted: () => true },
+    );
+    return settle(answers.get(request.token));
+  }
+  enqueue(state, request);
+  const lock = commitLock(state);
+  for (let wait = firstWaitMs; ; wait = Math.min(wait * 2, longestWaitMs)) {
+    if (!isQueued(state, hashOf(request))) return settle(readAnswer(state, request));
+    if (budget.signal.aborted) {
+      withdraw(state, request);
+      throw outOfTime(budget, lockBusy(lock));
+    }
+    const held = await tryLock(lock);
+    if (held === undefined) {
+      await sleep(wait * (0.5 + Math.random()), budget);
+      continue;
+    }
+    try {
+      const answer = await lead(request, state, budget, held);
+      if (answer !== undefined) return settle(answer);
+    } finally {
+      await held.release();
+    }
+  }
+}
+
+/**
+ * Commits requests that this process has put together itself, under the commit lock but not through the queue.
+ * Returns an answer for each.
+ */
+export async function commitTogether(
+  requests: readonly Request[],
+  state: StateFolder | undefined,
+  budget: Budget,
+): Promise<Answer[]> {
+  if (requests.length === 0) return [];
+  const answers = new Map<string, Answer>();
+  const work = async (cover: (pid: number) => void) => {
+    await commitRequests(requests, answers, { budget, state }, { cover, isWanted: () => true });
+    return [...answers.values()];
+  };
+  return state === undefined
+    ? work(() => undefined)
+    : withLock(commitLock(state), budget, (held) => work(held.cover));
+}
+
+/** What the node's commit lock is on. */
+export function commitLock(state: StateFolder): string {
+  return join(state.path, 'commit.queue');
+}
+
+// Commits all that wait. Undefined: the own request was not among it, because another process has done it meanwhile.
+async function lead(
+  request: Request,
+  state: StateFolder,
+  budget: Budget,
+  held: HeldLock,
+): Promise<Answer | undefined> {
+  const requests = claim(state);
+  const unfinished = new Set(requests);
+  try {
+    const own = requests.find(({ token }) => token === request.token);
+    if (own === undefined) return undefined;
+    const answers = new Map<string, Answer>();
+    let failure: PortmapError | undefined;
+    try {
+      const isStillWanted = (one: Request) => isWanted(state, one);
+      await commitRequests(
+        requests,
+        answers,
+        { budget, state },
+        { cover: held.cover, isWanted: isStillWanted },
+      );
+    } catch (error) {
+      failure = toPortmapError(error);
+    }
+    for (const one of requests) {
+      const answer = answers.get(one.token);
+      if (answer === undefined || one === own) continue;
+      finish(state, one, answer);
+      unfinished.delete(one);
+    }
+    unfinished.delete(own);
+    finish(state, own, { warnings: [] });
+    return answers.get(own.token) ?? { warnings: [], error: failure };
+  } finally {
+    giveBack(state, [...unfinished]);
+  }
+}
+
+interface Round {
+  readonly cover: (pid: number) => void;
+  readonly isWanted: (request: Request) => boolean;
+}
+
+// Commits requests in one transaction a table; when that is refused for good, halves of them, down to the one that is
+// to blame. Puts an answer for each that is done or has failed into `answers`; throws when the time is over.
+async function commitRequests(
+  requests: readonly Request[],
+  answers: Map<string, Answer>,
+  context: BatchContext,
+  round: Round,
+): Promise<void> {
+  for (let conflicts = 0; ;) {
+    const wanted = requests.filter(round.isWanted);
+    if (wanted.length === 0) return;
+    const error = await attempt(wanted, answers, context, round);
+    if (error === undefined) return;
+    if (context.budget.signal.aborted) throw outOfTime(context.budget, error);
+    if (error.code === 'BUSY') continue;
+    if (error.code === 'CONFLICT' && ++conflicts < maxConflicts) {
+      await sleep(10 * 3 ** conflicts * (0.5 + Math.random()), context.budget);
+      continue;
+    }
+    const [only, ...others] = wanted;
+    if (only !== undefined && others.length === 0) {
+      answers.set(only.token, { warnings: [], error: blame(only, error) });
+      return;
+    }
+    const middle = Math.ceil(wanted.length / 2);
+    await commitRequests(wanted.slice(0, middle), answers, context, round);
+    await commitRequests(wanted.slice(middle), answers, context, round);
+    return;
+  }
+}
+
+async function attempt(
+  requests: readonly Request[],
+  answers: Map<string, Answer>,
+  context: BatchContext,
+  round: Round,
+): Promise<PortmapError | undefined> {
+  try {
+    const plan = await planBatch(requests, context);
+    const problems = await commitPlan(plan, context, round.cover);
+    for (const { token } of requests)
+      answers.set(token, {
+        warnings: [...problems, ...(plan.warnings.get(token) ?? [])],
+        error: plan.failures.get(token),
+      });
+    return undefined;
+  } catch (error) {
+    return toPortmapError(error);
+  }
+}
+
+function settle(answer: Answer | undefined): readonly string[] {
+  if (answer?.error !== undefined) throw answer.error;
+  return answer?.warnings ?? [];
+}
+
+// Why the call ended, and what it was waiting for then.
+function outOfTime(budget: Budget, last: PortmapError): PortmapError {
+  const reason = toPortmapError(budget.signal.reason);
+  return new PortmapError(reason.code, `${reason.message}: ${last.message}`, last.details || reason.details, {
+    cause: last,
+  });
+}
+
+// Rules that iptables does not take are the netconf's fault where it has words of its own in them.
+function blame(request: Request, error: PortmapError): PortmapError {
+  if (error.code !== 'REJECTED' || request.change.verb !== 'ADD') return error;
+  const { conditions } = request.change.attachment.config;
+  const family = error.message.startsWith('ip6tables') ? 'ipv6' : 'ipv4';
+  if (conditions[family].length === 0) return error;
+  const field = family === 'ipv4' ? 'conditionsV4' : 'conditionsV6';
+  return new PortmapError(
+    'CONFIG',
+    `${field}: ${JSON.stringify(conditions[family])}: ${error.message}`,
+    error.details,
+    { cause: error },
+  );
+}

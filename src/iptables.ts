@@ -1,0 +1,264 @@
+// Runs the iptables programs: finds them, reads a family's nat table, commits a transaction, and turns what they
+// say into a typed error. It decides nothing and repeats nothing: the commit queue does.
+import { readFileSync } from 'node:fs';
+import { basename, dirname, join } from 'node:path';
+import type { Family } from './address.ts';
+import { PortmapError } from './errors.ts';
+import { type Budget, findProgram, type Outcome, realProgram, runProgram, searchFolders } from './program.ts';
+import { dispatchJump } from './chain.ts';
+import { renderListing, type Ruleset, rulesetReader } from './restore.ts';
+
+/** iptables has two rule stores in the kernel that know nothing of each other. */
+export type Variant = 'nft' | 'legacy';
+
+export const variants = ['nft', 'legacy'] as const satisfies readonly Variant[];
+
+/** The programs of one family and variant. */
+export interface Tools {
+  readonly family: Family;
+  readonly variant: Variant;
+  readonly restore: string;
+  readonly save: string;
+}
+
+const prefixes = { ipv4: 'iptables', ipv6: 'ip6tables' } as const satisfies Record<Family, string>;
+// No wait for the xtables lock is longer than this, so that an orphan of a killed call is gone soon.
+const maxLockWaitSeconds = 5;
+
+/**
+ * Finds the programs of a family: of the variant that `iptables` in PATH is, or of the one asked for. Runs a
+ * program only when no file name tells the variant.
+ * @throws PortmapError UNAVAILABLE naming the program and the folders.
+ */
+export async function findTools(family: Family, wanted: Variant | undefined, budget: Budget): Promise<Tools> {
+  const folders = searchFolders(process.env['PATH']);
+  const prefix = prefixes[family];
+  const main = findProgram(prefix, folders) ?? findProgram(`${prefix}-restore`, folders);
+  const variant =
+    wanted ?? (main === undefined ? undefined : (variantOf(main) ?? (await askVariant(main, budget))));
+  const restore =
+    variant === undefined ? undefined : await findVariant(prefix, 'restore', variant, folders, main, budget);
+  if (variant === undefined || restore === undefined)
+    throw new PortmapError(
+      'UNAVAILABLE',
+      `${wanted === undefined ? prefix : `${prefix}-restore of the ${wanted} variant`}: not executable in any of ${folders.join(', ')}`,
+      `install the iptables package, or put the folder of ${prefix} into the PATH of the container runtime`,
+    );
+  const save =
+    (await findVariant(prefix, 'save', variant, folders, main, budget)) ??
+    join(dirname(restore), `${prefix}-save`);
+  return { family, variant, restore, save };
+}
+
+/** Says whether the legacy variant has a nat table in this network namespace; asking iptables would make one. */
+export function hasLegacyTable(family: Family): boolean {
+  try {
+    return readFileSync(`/proc/net/${family === 'ipv4' ? 'ip' : 'ip6'}_tables_names`, 'utf8')
+      .split('\n')
+      .includes('nat');
+  } catch {
+    return false;
+  }
+}
+
+/**
+ * Reads what a family's nat table holds of the built-in chains, the plugin's chains and those in `asked`. Takes no
+ * xtables lock: the legacy variant is read with iptables-save, the nft variant chain by chain (there, a save of
+ * 45,000 rules takes seconds), the chains in `asked` and those that are certain first.
+ * @throws PortmapError UNAVAILABLE, BUSY, or CONFLICT when the read failed for a passing reason.
+ */
+export function observe(tools: Tools, asked: readonly string[], budget: Budget): Promise<Ruleset> {
+  return tools.variant === 'legacy' ? readSave(tools, asked, budget) : readChains(tools, asked, budget);
+}
+
+/**
+ * Commits one transaction, whole or not at all. `onStart` gets the number of the process before that process has
+ * any of the text.
+ * @throws PortmapError BUSY (the xtables lock), CONFLICT (the table is not as planned for), REJECTED (the text is
+ * refused), UNAVAILABLE.
+ */
+export async function commit(
+  tools: Tools,
+  text: string,
+  budget: Budget,
+  onStart: (pid: number) => void,
+): Promise<void> {
+  const argv = ['--noflush', ...lockWait(tools, budget)];
+  const outcome = await runProgram(tools.restore, argv, { budget, input: text, onStart });
+  if (outcome.exitCode !== 0) throw failure(tools.restore, outcome, tools, text);
+}
+
+/** Where the lock of the legacy variant is. */
+export function xtablesLock(): string {
+  return process.env['XTABLES_LOCKFILE'] ?? '/run/xtables.lock';
+}
+
+function lockWait(tools: Tools, budget: Budget): string[] {
+  if (tools.variant === 'nft') return [];
+  // Never without a number and never 0: either waits for ever on iptables 1.8.9.
+  const seconds = Math.min(maxLockWaitSeconds, Math.floor(budget.remaining() / 1000));
+  return ['-w', String(Math.max(1, seconds))];
+}
+
+function variantOf(program: string): Variant | undefined {
+  const name = basename(realProgram(program));
+  return variants.find((variant) => name.includes(`-${variant}`));
+}
+
+async function askVariant(program: string, budget: Budget): Promise<Variant> {
+  const lines: string[] = [];
+  const outcome = await runProgram(program, ['--version'], { budget, onLine: (line) => lines.push(line) });
+  if (outcome.exitCode !== 0) throw failure(program, outcome, undefined);
+  // Before 1.8 there was one variant, and it printed no word of it.
+  return lines.join(' ').includes('nf_tables') ? 'nft' : 'legacy';
+}
+
+async function findVariant(
+  prefix: string,
+  action: 'restore' | 'save',
+  variant: Variant,
+  folders: readonly string[],
+  main: string | undefined,
+  budget: Budget,
+): Promise<string | undefined> {
+  const plain = `${prefix}-${action}`;
+  const beside = main === undefined ? [] : [dirname(main)];
+  for (const [name, where] of [
+    [plain, folders],
+    [plain, beside],
+    [`${prefix}-${variant}-${action}`, folders],
+  ] as const) {
+    const program = findProgram(name, where);
+    if (program === undefined) continue;
+    const known = variantOf(program);
+    if (known === variant) return program;
+    // A script of its own name: its word is asked for only where the name says nothing.
+    if (known === undefined && (name !== plain || (await askVariant(program, budget)) === variant))
+      return program;
+  }
+  return undefined;
+}
+
+async function readSave(tools: Tools, asked: readonly string[], budget: Budget): Promise<Ruleset> {
+  const reader = rulesetReader(new Set(asked));
+  const outcome = await runProgram(tools.save, ['-t', 'nat'], { budget, onLine: reader.read });
+  if (outcome.exitCode !== 0) throw failure(tools.save, outcome, tools);
+  // A save without the table's header says that the table could not be read, not that it is empty.
+  if (!reader.isComplete())
+    throw new PortmapError(
+      'CONFLICT',
+      `${tools.save} -t nat: printed no complete nat table`,
+      outcome.stderr.trim(),
+    );
+  return reader.ruleset(asked);
+}
+
+const builtins = ['PREROUTING', 'OUTPUT', 'POSTROUTING'];
+
+// One process lists many chains and ends at the first that is missing, so each missing chain costs one more process.
+async function readChains(tools: Tools, asked: readonly string[], budget: Budget): Promise<Ruleset> {
+  const order = [...builtins, ...asked.filter((chain) => !builtins.includes(chain))];
+  const chains = new Map<string, readonly string[]>();
+  const absent = new Set<string>();
+  for (let rest = order; rest.length > 0;) {
+    const reader = rulesetReader(new Set(rest));
+    const outcome = await runProgram(tools.restore, ['--noflush'], {
+      budget,
+      input: renderListing(rest),
+      onLine: reader.read,
+    });
+    const found = reader.ruleset(rest);
+    for (const [chain, rules] of found.chains) chains.set(chain, rules);
+    if (outcome.exitCode === 0 && found.absent.size === 0) break;
+    const missing = rest.find((chain) => found.absent.has(chain));
+    if (missing === undefined || !isMissingChain(outcome))
+      throw failure(tools.restore, outcome, tools, renderListing(rest));
+    if (builtins.includes(missing)) chains.set(missing, await probeJumps(tools, missing, budget));
+    else absent.add(missing);
+    rest = rest.slice(rest.indexOf(missing) + 1);
+  }
+  return { chains, absent };
+}
+
+// iptables 1.8.9 says "incompatible" for a chain that is not there.
+function isMissingChain(outcome: Outcome): boolean {
+  return (
+    outcome.exitCode === 1 &&
+    /incompatible|No chain\/target\/match by that name|does not exist/.test(outcome.stderr)
+  );
+}
+
+// A built-in chain with native nft rules can't be listed (report R27); whether our jump is in it can still be asked.
+async function probeJumps(tools: Tools, chain: string, budget: Budget): Promise<string[]> {
+  const jumps =
+    chain === 'POSTROUTING'
+      ? ['-m comment --comment "CNI portfwd requiring masquerade" -j CNI-HOSTPORT-MASQ']
+      : [dispatchJump];
+  const input = `*nat\n${jumps.map((jump) => `-C ${chain} ${jump}`).join('\n')}\nCOMMIT\n`;
+  const outcome = await runProgram(tools.restore, ['--noflush'], { budget, input });
+  return outcome.exitCode === 0 ? jumps : [];
+}
+
+function failure(program: string, outcome: Outcome, tools: Tools | undefined, input = ''): PortmapError {
+  const said = outcome.stderr.trim();
+  const evidence = [outcome.failure ?? `exit status ${outcome.exitCode}`, said, failingLines(said, input)]
+    .filter((part) => part !== '')
+    .join('; ');
+  const called = `${basename(program)}${tools === undefined ? '' : ` (${tools.variant})`}`;
+  if (outcome.failure?.startsWith('ended') === true)
+    return new PortmapError(
+      'BUSY',
+      `${called}: not done in time${tools?.variant === 'legacy' ? `: another program may hold the xtables lock ${xtablesLock()}` : ''}`,
+      evidence,
+    );
+  if (/holding the xtables lock|xtables lock|Can't lock/.test(said) && outcome.exitCode === 4)
+    return new PortmapError(
+      'BUSY',
+      `${called}: another program holds the xtables lock ${xtablesLock()}`,
+      `${evidence}; find its holder with: fuser -v ${xtablesLock()}`,
+    );
+  if (/Permission denied|must be root|Operation not permitted/.test(said))
+    return new PortmapError(
+      'UNAVAILABLE',
+      `${called}: not permitted: the plugin needs root with CAP_NET_ADMIN`,
+      evidence,
+    );
+  if (
+    /can't initialize|Cannot initialize|unable to initialize|[Tt]able does not exist|table .* does not exist/.test(
+      said,
+    )
+  )
+    return new PortmapError(
+      'UNAVAILABLE',
+      `${called}: this kernel has no nat table for the family`,
+      evidence,
+    );
+  const extension = /Couldn't load (match|target) `([^']+)'/.exec(said);
+  if (extension !== null)
+    return new PortmapError(
+      'REJECTED',
+      `${called}: can't load ${extension[1]} ${extension[2]} (kernel module xt_${extension[2]?.toLowerCase()})`,
+      evidence,
+    );
+  if (outcome.exitCode === 2)
+    return new PortmapError('REJECTED', `${called}: refused the rules: ${firstLine(said)}`, evidence);
+  if (outcome.failure !== undefined && /ENOENT|EACCES|ENOEXEC/.test(outcome.failure))
+    return new PortmapError('UNAVAILABLE', `${program}: can't be run: ${outcome.failure}`, evidence);
+  return new PortmapError('CONFLICT', `${called}: ${outcome.failure ?? firstLine(said)}`, evidence);
+}
+
+function firstLine(text: string): string {
+  return text.split('\n').find((line) => line.trim() !== '') ?? 'no reason given';
+}
+
+// The line that iptables complains of and its neighbours; the number is a hint, for it is often that of COMMIT.
+function failingLines(said: string, input: string): string {
+  const number = /line (\d+) failed|line: (\d+)|line (\d+):|at line (\d+)/
+    .exec(said)
+    ?.slice(1)
+    .find((group) => group !== undefined);
+  if (number === undefined || input === '') return '';
+  const lines = input.split('\n');
+  const at = Number(number);
+  return `near line ${at}: ${lines.slice(Math.max(0, at - 2), at + 1).join(' | ')}`;
+}

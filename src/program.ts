@@ -1,0 +1,173 @@
+// Runs other programs, and bounds every wait of the call. It knows nothing of what the programs are for.
+import { accessSync, constants, readFileSync, readlinkSync, realpathSync, statSync } from 'node:fs';
+import { join } from 'node:path';
+
+/** The time one call has, and the signal that ends it early. */
+export interface Budget {
+  /** Aborted when the time is up or the call is told to stop; its reason is a PortmapError. */
+  readonly signal: AbortSignal;
+  /** Milliseconds left, never below zero; measured by the monotonic clock. */
+  readonly remaining: () => number;
+}
+
+/** A budget of its own for what must be put back after the call's time is over. */
+export function graceBudget(milliseconds: number): Budget {
+  const end = performance.now() + milliseconds;
+  return { signal: AbortSignal.timeout(milliseconds), remaining: () => Math.max(0, end - performance.now()) };
+}
+
+/** How a program ended. `failure` is set when it could not run or was killed. */
+export interface Outcome {
+  readonly exitCode: number | undefined;
+  readonly stderr: string;
+  readonly failure?: string;
+}
+
+/** A process in a way that survives the reuse of its number: the number, its start in clock ticks after boot, and the
+ * pid namespace in which the number counts. */
+export interface ProcessId {
+  readonly pid: number;
+  readonly started: string;
+  readonly namespace: string;
+}
+
+const systemFolders = ['/usr/sbin', '/sbin', '/usr/local/sbin', '/usr/bin', '/bin'];
+// What a program may still do when it was told to end: a script's child can hold its pipes for ever.
+const graceMs = 300;
+
+/** The folders in which programs are looked for: PATH, then where iptables lives when a runtime's PATH lacks it. */
+export function searchFolders(path: string | undefined): string[] {
+  const own = (path ?? '').split(':').filter((folder) => folder.startsWith('/'));
+  return [...new Set([...own, ...systemFolders])];
+}
+
+/** The first executable file of this name in the folders, or undefined. */
+export function findProgram(name: string, folders: readonly string[]): string | undefined {
+  return folders.map((folder) => join(folder, name)).find(isExecutable);
+}
+
+/** The file a program's path leads to through all links. */
+export function realProgram(path: string): string {
+  try {
+    return realpathSync(path);
+  } catch {
+    return path;
+  }
+}
+
+function isExecutable(path: string): boolean {
+  try {
+    accessSync(path, constants.X_OK);
+    return statSync(path).isFile();
+  } catch {
+    return false;
+  }
+}
+
+/**
+ * Runs a program to its end. `onLine` gets stdout line by line as it comes, so that large output is never held;
+ * `onStart` runs before the program gets its input, which a program killed before then sees as empty. Never
+ * rejects for what the program does; returns soon after the budget's signal is aborted, whatever still holds the
+ * program's pipes.
+ */
+export async function runProgram(
+  program: string,
+  argv: readonly string[],
+  options: {
+    budget: Budget;
+    input?: string;
+    onLine?: (line: string) => void;
+    onStart?: (pid: number) => void;
+  },
+): Promise<Outcome> {
+  const { execa } = await import('execa');
+  const { budget, input = '', onLine, onStart } = options;
+  if (budget.signal.aborted)
+    return { exitCode: undefined, stderr: '', failure: 'not started: the call was ended' };
+  const subprocess = execa(program, argv, {
+    reject: false,
+    stdin: 'pipe',
+    stdout: onLine === undefined ? 'ignore' : 'pipe',
+    stderr: 'pipe',
+    buffer: { stdout: false, stderr: true },
+    maxBuffer: 64 * 1024,
+    cancelSignal: budget.signal,
+    forceKillAfterDelay: graceMs,
+    env: { LC_ALL: 'C' },
+  });
+  if (subprocess.pid !== undefined) onStart?.(subprocess.pid);
+  if (onLine !== undefined && subprocess.stdout !== null) splitLines(subprocess.stdout, onLine);
+  // A program that ends without reading its input breaks the pipe; its exit status tells why.
+  subprocess.stdin?.on('error', () => undefined);
+  subprocess.stdin?.end(input);
+  const result = await Promise.race([subprocess, given(budget.signal)]);
+  if (result === undefined) return { exitCode: undefined, stderr: '', failure: 'ended: the time was up' };
+  const stderr = typeof result.stderr === 'string' ? result.stderr : '';
+  if (result.exitCode !== undefined) return { exitCode: result.exitCode, stderr };
+  const reason = result.isCanceled
+    ? 'ended: the time was up'
+    : result.signal
+      ? `killed by ${result.signal}`
+      : result.originalMessage;
+  return { exitCode: undefined, stderr, failure: reason ?? 'could not be run' };
+}
+
+// Resolves a while after the signal is aborted, for a program that does not go.
+function given(signal: AbortSignal): Promise<undefined> {
+  return new Promise((resolve) => {
+    const later = () => setTimeout(() => resolve(undefined), graceMs).unref();
+    if (signal.aborted) later();
+    else signal.addEventListener('abort', later, { once: true });
+  });
+}
+
+function splitLines(stream: NodeJS.ReadableStream, onLine: (line: string) => void): void {
+  let rest = '';
+  stream.setEncoding('utf8');
+  stream.on('data', (chunk: string) => {
+    const lines = (rest + chunk).split('\n');
+    rest = lines.pop() ?? '';
+    for (const line of lines) onLine(line);
+  });
+  stream.on('end', () => {
+    if (rest !== '') onLine(rest);
+  });
+}
+
+/** The process with this number now, or undefined when there is none or it is a zombie. */
+export function processId(pid: number | 'self'): ProcessId | undefined {
+  try {
+    const stat = readFileSync(`/proc/${pid}/stat`, 'utf8');
+    // The second field is the program's name in parentheses and may itself hold spaces and parentheses.
+    const fields = stat.slice(stat.lastIndexOf(')') + 2).split(' ');
+    const [state, started] = [fields[0], fields[19]];
+    if (started === undefined || state === 'Z' || state === 'X') return undefined;
+    return { pid: Number.parseInt(stat, 10), started, namespace: readlinkSync('/proc/self/ns/pid') };
+  } catch {
+    return undefined;
+  }
+}
+
+/** Says whether exactly this process still runs; one of another pid namespace can't be seen and counts as running. */
+export function isRunning(process: ProcessId): boolean {
+  const self = processId('self');
+  if (self === undefined || self.namespace !== process.namespace) return true;
+  return processId(process.pid)?.started === process.started;
+}
+
+/** Waits, or less when the budget ends first. */
+export async function sleep(milliseconds: number, budget: Budget): Promise<void> {
+  await new Promise<void>((resolve) => {
+    if (budget.signal.aborted) {
+      resolve();
+      return;
+    }
+    const end = () => {
+      clearTimeout(timer);
+      budget.signal.removeEventListener('abort', end);
+      resolve();
+    };
+    const timer = setTimeout(end, Math.min(milliseconds, budget.remaining()));
+    budget.signal.addEventListener('abort', end, { once: true });
+  });
+}

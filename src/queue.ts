@@ -1,0 +1,195 @@
+// The queue folder: requests that wait for their commit, one a sandbox, and what their owners must be told. Every
+// step is one rename or unlink, so a process killed anywhere leaves a state that the next one understands.
+//
+//   request ──claim──▶ taken ──finish──▶ gone (and a result, if there is something to tell)
+//      ▲                 │
+//      └────give back────┘
+import { linkSync, readdirSync, renameSync, statSync } from 'node:fs';
+import { join } from 'node:path';
+import * as z from 'zod/mini';
+import { sandboxHash } from './chain.ts';
+import { errorCodes, PortmapError, toPortmapError } from './errors.ts';
+import { isRunning, type ProcessId, processId } from './program.ts';
+import { type Attachment, attachmentSchema } from './record.ts';
+import { isPresent, readState, removeState, type StateFolder, writeState } from './state.ts';
+
+/** A change to one sandbox that a call wants. */
+export interface Request {
+  readonly network: string;
+  readonly containerId: string;
+  /** Tells this request from any other for the same sandbox. */
+  readonly token: string;
+  readonly owner?: ProcessId | undefined;
+  readonly change:
+    | { readonly verb: 'ADD'; readonly attachment: Attachment; readonly onConflict: 'warn' | 'fail' }
+    | { readonly verb: 'DEL'; readonly ifname: string };
+}
+
+/** What a request came to. */
+export interface Answer {
+  readonly warnings: readonly string[];
+  readonly error?: PortmapError | undefined;
+}
+
+// Results whose reader was killed.
+const resultAgeMs = 10 * 60_000;
+
+/** The hash of the sandbox that a request is for. */
+export function hashOf(request: Pick<Request, 'network' | 'containerId'>): string {
+  return sandboxHash(request.network, request.containerId);
+}
+
+/** A request of this process. */
+export function newRequest(network: string, containerId: string, change: Request['change']): Request {
+  const owner = processId('self');
+  return { network, containerId, token: `${process.pid}-${owner?.started ?? 0}`, owner, change };
+}
+
+/** Puts a request into the queue; it takes the place of an older one for the same sandbox. */
+export function enqueue(state: StateFolder, request: Request): void {
+  writeState(file(state, hashOf(request), 'request'), JSON.stringify(request));
+}
+
+/** Says whether something waits, or is being done, for a sandbox. */
+export function isQueued(state: StateFolder, hash: string): boolean {
+  return (
+    isPresent(file(state, hash, 'request')) ||
+    isPresent(file(state, hash, 'taken')) ||
+    // Between the two looks a request may have been given back.
+    isPresent(file(state, hash, 'request'))
+  );
+}
+
+/**
+ * Takes all requests that wait, also those that a killed process had in its hands. An ADD whose owner is dead is
+ * dropped: nobody would hear that it was done. Must be called with the commit lock held.
+ */
+export function claim(state: StateFolder): Request[] {
+  const names = readdirSync(state.queue);
+  removeOldResults(state, names);
+  const hashes = new Set(
+    names.flatMap((name) => /^([0-9a-f]{21})\.(?:request|taken)$/.exec(name)?.[1] ?? []),
+  );
+  return [...hashes].flatMap((hash) => {
+    const taken = file(state, hash, 'taken');
+    try {
+      renameSync(file(state, hash, 'request'), taken);
+    } catch {
+      // None is waiting: what is taken was left by a killed process.
+    }
+    const request = readRequest(readState(taken));
+    if (request !== undefined && hashOf(request) === hash && !isAbandoned(request)) return [request];
+    removeState(taken);
+    return [];
+  });
+}
+
+/** Says whether a request in this process's hands is still the one its owner wants. */
+export function isWanted(state: StateFolder, request: Request): boolean {
+  return readRequest(readState(file(state, hashOf(request), 'taken')))?.token === request.token;
+}
+
+/** Puts back requests that this process has no time for; newer ones for the same sandbox stay. */
+export function giveBack(state: StateFolder, requests: readonly Request[]): void {
+  for (const request of requests) {
+    const taken = file(state, hashOf(request), 'taken');
+    try {
+      linkSync(taken, file(state, hashOf(request), 'request'));
+    } catch {
+      // A newer one waits, or this one was withdrawn.
+    }
+    removeState(taken);
+  }
+}
+
+/** Ends a request: its owner sees it gone, and finds the answer if there is more to say than "done". */
+export function finish(state: StateFolder, request: Request, answer: Answer): void {
+  if (answer.error !== undefined || answer.warnings.length > 0) {
+    const { code, message, details } = answer.error ?? {};
+    const error = code === undefined ? undefined : { code, message, details };
+    writeState(resultFile(state, request), JSON.stringify({ warnings: answer.warnings, error }));
+  }
+  if (isWanted(state, request)) removeState(file(state, hashOf(request), 'taken'));
+}
+
+/** The answer to a request of this process that is no longer queued. */
+export function readAnswer(state: StateFolder, request: Request): Answer {
+  const path = resultFile(state, request);
+  const text = readState(path);
+  if (text === undefined) return { warnings: [] };
+  removeState(path);
+  try {
+    const { warnings, error } = z.parse(answerSchema, JSON.parse(text));
+    return { warnings, error: error && new PortmapError(error.code, error.message, error.details) };
+  } catch (error) {
+    return { warnings: [], error: toPortmapError(error) };
+  }
+}
+
+/**
+ * Takes back a request of this process that did not come to its turn. One that is in the hands of the committing
+ * process can't be: an ADD is then followed by a DEL that whoever commits next will do.
+ */
+export function withdraw(state: StateFolder, request: Request): void {
+  const hash = hashOf(request);
+  removeState(file(state, hash, 'request'));
+  if (!isPresent(file(state, hash, 'taken')) || request.change.verb === 'DEL') return;
+  const ifname = request.change.attachment.ifname;
+  enqueue(state, { ...request, token: `${request.token}-undo`, change: { verb: 'DEL', ifname } });
+}
+
+function isAbandoned(request: Request): boolean {
+  return request.change.verb === 'ADD' && request.owner !== undefined && !isRunning(request.owner);
+}
+
+function readRequest(text: string | undefined): Request | undefined {
+  try {
+    return text === undefined ? undefined : z.parse(requestSchema, JSON.parse(text));
+  } catch {
+    return undefined;
+  }
+}
+
+function removeOldResults(state: StateFolder, names: readonly string[]): void {
+  for (const name of names) {
+    if (!/\.(?:result|new)$/.test(name)) continue;
+    const path = join(state.queue, name);
+    try {
+      if (statSync(path).mtimeMs < Date.now() - resultAgeMs) removeState(path);
+    } catch {
+      // Read by its owner in the meantime.
+    }
+  }
+}
+
+function file(state: StateFolder, hash: string, kind: 'request' | 'taken'): string {
+  return join(state.queue, `${hash}.${kind}`);
+}
+
+function resultFile(state: StateFolder, request: Request): string {
+  return join(state.queue, `${hashOf(request)}.${request.token}.result`);
+}
+
+const processSchema = z.object({ pid: z.number(), started: z.string(), namespace: z.string() });
+
+const requestSchema = z.object({
+  network: z.string(),
+  containerId: z.string(),
+  token: z.string(),
+  owner: z.optional(processSchema),
+  change: z.discriminatedUnion('verb', [
+    z.object({ verb: z.literal('ADD'), attachment: attachmentSchema, onConflict: z.enum(['warn', 'fail']) }),
+    z.object({ verb: z.literal('DEL'), ifname: z.string() }),
+  ]),
+});
+
+const answerSchema = z.object({
+  warnings: z.array(z.string()),
+  error: z.optional(
+    z.object({
+      code: z.enum(errorCodes),
+      message: z.string(),
+      details: z.string(),
+    }),
+  ),
+});

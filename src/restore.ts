@@ -1,0 +1,195 @@
+// The language of iptables-save and iptables-restore, and the plan: text → Ruleset, (Ruleset, wanted) →
+// Transaction → text. Pure. What iptables prints is what it reads back, so observed rules are kept verbatim and
+// never taken apart to be removed.
+import { type Chain, dispatchChain, type Jump, retiredChain, type SandboxRules } from './chain.ts';
+
+/**
+ * What was seen of one family's nat table. A chain that is in neither field was not looked at: its state is
+ * unknown, which is not the same as absent.
+ */
+export interface Ruleset {
+  readonly chains: ReadonlyMap<string, readonly string[]>;
+  readonly absent: ReadonlySet<string>;
+}
+
+/** What one sandbox's part of a table shall be: its rules, or nothing of it (`rules` undefined). */
+export interface Wanted {
+  readonly chain: string;
+  readonly rules?: SandboxRules | undefined;
+  /** A chain of the retired scheme that goes with the sandbox. */
+  readonly retired?: string | undefined;
+}
+
+/** One change to the table; `before` is what an undo puts back. */
+export type Step =
+  | { readonly do: 'new'; readonly chain: string }
+  | { readonly do: 'fill'; readonly chain: Chain; readonly before: readonly string[] | undefined }
+  | { readonly do: 'remove'; readonly chain: string; readonly before: readonly string[] | undefined }
+  | { readonly do: 'insert'; readonly chain: string; readonly at: number; readonly rule: string }
+  | { readonly do: 'append'; readonly chain: string; readonly rule: string }
+  | { readonly do: 'delete'; readonly chain: string; readonly at: number; readonly rule: string };
+
+/** The changes to one family's nat table that are committed together. No steps: nothing is to be done. */
+export type Transaction = readonly Step[];
+
+/**
+ * The changes that bring a table from what was observed to what is wanted, for any number of sandboxes at once.
+ * The premises are part of the transaction: it is refused as a whole when a chain it makes has appeared, or a line
+ * it deletes has gone, since the observation.
+ */
+export function planTransaction(observed: Ruleset, wanted: readonly Wanted[]): Transaction {
+  const needed = wanted.flatMap(({ rules }) => (rules === undefined ? [] : [rules]));
+  const marks = new Map(needed.flatMap((rules) => rules.marks).map((chain) => [chain.name, chain]));
+  const jumps = new Map(
+    needed.flatMap((rules) => rules.jumps).map((jump) => [`${jump.from} ${jump.rule}`, jump]),
+  );
+  const dispatch = observed.chains.get(dispatchChain);
+  const targets = new Set(wanted.map(({ chain }) => chain));
+  const retired = new Set(wanted.flatMap((want) => (want.retired === undefined ? [] : [want.retired])));
+  return [
+    ...(needed.length > 0 && dispatch === undefined ? [{ do: 'new', chain: dispatchChain } as const] : []),
+    ...deletions(dispatchChain, dispatch ?? [], targets),
+    ...deletions(retiredChain, observed.chains.get(retiredChain) ?? [], retired),
+    ...[...marks.values()].map((chain) => fill(observed, chain)),
+    ...needed.map(({ chain }) => fill(observed, chain)),
+    ...needed.flatMap((rules) => insertions(rules.dispatch)),
+    ...[...jumps.values()].flatMap((jump) => jumpStep(observed, jump)),
+    ...wanted.flatMap((want) => (want.rules === undefined ? removal(observed, want.chain) : [])),
+    ...[...retired]
+      .filter((chain) => observed.chains.has(chain))
+      .flatMap((chain) => removal(observed, chain)),
+  ];
+}
+
+/** The transaction that takes `transaction` back: the table is then as it was observed before. */
+export function invertTransaction(transaction: Transaction): Transaction {
+  return transaction.toReversed().map((step): Step => {
+    switch (step.do) {
+      case 'new':
+        return { do: 'remove', chain: step.chain, before: [] };
+      case 'fill':
+        return step.before === undefined
+          ? { do: 'remove', chain: step.chain.name, before: step.chain.rules }
+          : { do: 'fill', chain: { name: step.chain.name, rules: step.before }, before: step.chain.rules };
+      case 'remove':
+        return { do: 'fill', chain: { name: step.chain, rules: step.before ?? [] }, before: undefined };
+      case 'insert':
+        return { do: 'delete', chain: step.chain, at: step.at, rule: step.rule };
+      case 'append':
+        return { do: 'delete', chain: step.chain, at: 0, rule: step.rule };
+      case 'delete':
+        return { do: 'insert', chain: step.chain, at: step.at, rule: step.rule };
+      default:
+        return step satisfies never;
+    }
+  });
+}
+
+/** The transaction as input for `iptables-restore --noflush`: one table, one COMMIT. */
+export function renderTransaction(transaction: Transaction): string {
+  return `${['*nat', ...transaction.flatMap(renderStep), 'COMMIT'].join('\n')}\n`;
+}
+
+/** The request for the rules of these chains, in order, as input for `iptables-restore --noflush`: it changes nothing. */
+export function renderListing(chains: readonly string[]): string {
+  return `${['*nat', ...chains.map((chain) => `-S ${chain}`), 'COMMIT'].join('\n')}\n`;
+}
+
+/** Something that takes the lines of a save or a listing one by one and keeps what concerns this plugin. */
+export interface RulesetReader {
+  readonly read: (line: string) => void;
+  /** What was read; a chain of `asked` that did not show is absent. */
+  readonly ruleset: (asked: readonly string[]) => Ruleset;
+  /** Says whether a table header and its COMMIT went by: without both, a save says nothing about the table. */
+  readonly isComplete: () => boolean;
+}
+
+/**
+ * Reads the output of iptables-save or `-S`. Of a table with 200,000 rules it keeps the rules of the built-in
+ * chains and the plugin's, and the names in `asked`.
+ */
+export function rulesetReader(asked: ReadonlySet<string>): RulesetReader {
+  const chains = new Map<string, string[]>();
+  let header = false;
+  let complete = false;
+  const isKept = (chain: string) => builtins.has(chain) || chain.startsWith('CNI-') || asked.has(chain);
+  return {
+    read: (line) => {
+      if (line.startsWith('-A ')) {
+        const end = line.indexOf(' ', 3);
+        const chain = end < 0 ? line.slice(3) : line.slice(3, end);
+        if (isKept(chain)) chains.get(chain)?.push(end < 0 ? '' : line.slice(end + 1));
+      } else if (line.startsWith(':') || line.startsWith('-P ') || line.startsWith('-N ')) {
+        const chain = line.slice(line.startsWith(':') ? 1 : 3).split(' ', 1)[0] ?? '';
+        if (isKept(chain)) chains.set(chain, []);
+      } else if (line === '*nat') header = true;
+      else if (line === 'COMMIT') complete = header;
+    },
+    ruleset: (expected) => ({ chains, absent: new Set(expected.filter((chain) => !chains.has(chain))) }),
+    isComplete: () => complete,
+  };
+}
+
+/** The chain a rule jumps to, or the empty string. */
+export function targetOf(rule: string): string {
+  return /(?:^| )-j ([^ ]+)(?: |$)/.exec(unquoted(rule))?.[1] ?? '';
+}
+
+const builtins: ReadonlySet<string> = new Set(['PREROUTING', 'INPUT', 'OUTPUT', 'POSTROUTING']);
+
+// A comment may hold anything, even " -j X ", so quoted text is blanked before a rule is searched.
+function unquoted(rule: string): string {
+  return rule.includes('"') ? rule.replaceAll(/"(?:[^"\\]|\\.)*"/g, '""') : rule;
+}
+
+function deletions(chain: string, rules: readonly string[], targets: ReadonlySet<string>): Step[] {
+  return rules
+    .map((rule, index): Step => ({ do: 'delete', chain, at: index + 1, rule }))
+    .filter((step) => step.do === 'delete' && targets.has(targetOf(step.rule)))
+    .toReversed();
+}
+
+// A chain line under --noflush makes the chain or empties it, so a fill needs no knowledge of what was there.
+function fill(observed: Ruleset, chain: Chain): Step {
+  return { do: 'fill', chain, before: observed.chains.get(chain.name) };
+}
+
+// At the top, so that no older line for the same port is in front; the last is inserted first to keep the order.
+function insertions(rules: readonly string[]): Step[] {
+  return rules.toReversed().map((rule) => ({ do: 'insert', chain: dispatchChain, at: 1, rule }));
+}
+
+function jumpStep(observed: Ruleset, jump: Jump): Step[] {
+  if (observed.chains.get(jump.from)?.includes(jump.rule) === true) return [];
+  return [
+    jump.first
+      ? { do: 'insert', chain: jump.from, at: 1, rule: jump.rule }
+      : { do: 'append', chain: jump.from, rule: jump.rule },
+  ];
+}
+
+function removal(observed: Ruleset, chain: string): Step[] {
+  return observed.absent.has(chain) ? [] : [{ do: 'remove', chain, before: observed.chains.get(chain) }];
+}
+
+function renderStep(step: Step): string[] {
+  switch (step.do) {
+    case 'new':
+      return [`-N ${step.chain}`];
+    case 'fill':
+      return [
+        `:${step.chain.name} - [0:0]`,
+        ...step.chain.rules.map((rule) => `-A ${step.chain.name} ${rule}`),
+      ];
+    case 'remove':
+      return [`:${step.chain} - [0:0]`, `-X ${step.chain}`];
+    case 'insert':
+      return [`-I ${step.chain} ${step.at} ${step.rule}`];
+    case 'append':
+      return [`-A ${step.chain} ${step.rule}`];
+    case 'delete':
+      return [`-D ${step.chain} ${step.rule}`];
+    default:
+      return step satisfies never;
+  }
+}

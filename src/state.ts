@@ -1,0 +1,120 @@
+// The state folder: where it is, whether it can be trusted, and files that are whole or not there. It is on tmpfs,
+// so that it dies with the rules at a reboot.
+//
+//   /run/portmap/
+//     <hash>.record             what is installed for a sandbox
+//     <hash>.lock/ .holder      a call is at work on this sandbox, and which process that is
+//     commit.lock/ .holder      a process commits for all that wait
+//     queue/<hash>.request      a change that waits for its commit
+//     queue/<hash>.taken        the same, in the hands of the committing process
+//     queue/<hash>.<n>.result   what its owner must be told: an error or warnings
+import {
+  closeSync,
+  constants,
+  lstatSync,
+  mkdirSync,
+  openSync,
+  readFileSync,
+  renameSync,
+  unlinkSync,
+  writeSync,
+} from 'node:fs';
+import { join } from 'node:path';
+import { systemCode } from './errors.ts';
+
+/** A state folder that was found to be the caller's own. */
+export interface StateFolder {
+  readonly path: string;
+  readonly queue: string;
+}
+
+/** Where the state folder is: `PORTMAP_STATE_DIR`, or /run/portmap. */
+export function statePath(): string {
+  const own = process.env['PORTMAP_STATE_DIR'];
+  return own === undefined || own === '' ? '/run/portmap' : own;
+}
+
+/**
+ * Opens the state folder. `missing`: there is none and it was not to be made. A text says why it can't be used: it
+ * is no folder, a symbolic link, another user's, or can't be made.
+ */
+export function openState(create: boolean): StateFolder | 'missing' | string {
+  const path = statePath();
+  const queue = join(path, 'queue');
+  try {
+    if (create) makeFolder(queue);
+    for (const folder of [path, queue]) {
+      const stat = lstatSync(folder);
+      if (!stat.isDirectory()) return `${folder}: not a folder`;
+      if (stat.uid !== process.geteuid?.()) return `${folder}: belongs to user ${stat.uid}`;
+    }
+    return { path, queue };
+  } catch (error) {
+    if (systemCode(error) === 'ENOENT' && !create) return 'missing';
+    return `${path}: ${error instanceof Error ? error.message : String(error)}`;
+  }
+}
+
+function makeFolder(path: string): void {
+  try {
+    // mkdir itself says in one call that the folder is there, the common case.
+    mkdirSync(path, { mode: 0o700 });
+  } catch (error) {
+    if (systemCode(error) === 'EEXIST') return;
+    if (systemCode(error) !== 'ENOENT') throw error;
+    mkdirSync(path, { recursive: true, mode: 0o700 });
+  }
+}
+
+/** The text of a file, or undefined when there is none or it is not a plain file of ours. */
+export function readState(path: string): string | undefined {
+  let file: number | undefined;
+  try {
+    // No symbolic link is followed: nobody can make a root process read, or trust, a file elsewhere.
+    file = openSync(path, constants.O_RDONLY | constants.O_NOFOLLOW);
+    return readFileSync(file, 'utf8');
+  } catch {
+    return undefined;
+  } finally {
+    if (file !== undefined) closeSync(file);
+  }
+}
+
+/** Says whether something is there, links not followed. */
+export function isPresent(path: string): boolean {
+  try {
+    lstatSync(path);
+    return true;
+  } catch {
+    return false;
+  }
+}
+
+/** Writes a file that is seen whole or not at all, readable by its owner alone. Throws what the system says. */
+export function writeState(path: string, text: string): void {
+  const temporary = `${path}.${process.pid}.new`;
+  try {
+    const flags = constants.O_WRONLY | constants.O_CREAT | constants.O_EXCL | constants.O_NOFOLLOW;
+    removeState(temporary);
+    const file = openSync(temporary, flags, 0o600);
+    try {
+      const bytes = Buffer.from(text);
+      if (writeSync(file, bytes) !== bytes.length) throw new Error(`${path}: written in part only`);
+    } finally {
+      closeSync(file);
+    }
+    renameSync(temporary, path);
+  } catch (error) {
+    removeState(temporary);
+    throw error;
+  }
+}
+
+/** Removes a file; one that is not there, or can't be removed, is left to the next who looks. */
+export function removeState(path: string): void {
+  try {
+    unlinkSync(path);
+  } catch {
+    // Already gone, or the folder is read-only: the kernel is the truth, not this file.
+  }
+}

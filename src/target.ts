@@ -1,0 +1,119 @@
+// From a request and the record of its sandbox to what the sandbox shall be and which tables that touches. Pure.
+import type { Family } from './address.ts';
+import { sandboxHash, sandboxPrefix, sandboxRules, retiredPrefix } from './chain.ts';
+import { PortmapError } from './errors.ts';
+import type { Variant } from './iptables.ts';
+import { hashOf, type Request } from './queue.ts';
+import { type Attachment, familiesOf, type SandboxRecord } from './record.ts';
+import type { Wanted } from './restore.ts';
+
+/** One family's nat table in one variant. */
+export interface Table {
+  readonly variant: Variant;
+  readonly family: Family;
+}
+
+/** What a sandbox shall be after the commit, and what it was. */
+export interface Target {
+  readonly hash: string;
+  readonly before: SandboxRecord | undefined;
+  /** Undefined: nothing of the sandbox shall be left. */
+  readonly after: SandboxRecord | undefined;
+  /** Tables that hold, or may hold, rules that have to go. */
+  readonly old: readonly Table[];
+  /** Tables in which it isn't known that there are rules: one that can't be read has none. */
+  readonly possible: readonly Table[];
+  /** What asked for it; undefined for a dead owner that is evicted. */
+  readonly request: Request | undefined;
+}
+
+/**
+ * The target of a request. `variant` is the one new rules go to. Undefined: nothing is to be done.
+ * @throws PortmapError CHAIN_TAKEN when another sandbox has the same chain name (network and container ID are joined
+ * without a separator in upstream's scheme).
+ */
+export function targetOfRequest(
+  request: Request,
+  record: SandboxRecord | 'missing' | 'unknown',
+  variant: Variant,
+): Target | undefined {
+  const { network, containerId, change } = request;
+  const hash = hashOf(request);
+  const before = typeof record === 'string' ? undefined : record;
+  const isOther = before !== undefined && (before.network !== network || before.containerId !== containerId);
+  if (change.verb === 'ADD') {
+    if (isOther)
+      throw new PortmapError(
+        'CHAIN_TAKEN',
+        `chain ${sandboxPrefix}${hash} belongs to container ${before.containerId} on network ${before.network}`,
+        'network name and container ID are joined in the name of the chain; use another network name',
+      );
+    const others = before?.attachments.filter(({ ifname }) => ifname !== change.attachment.ifname) ?? [];
+    const after = recordOf(network, containerId, variant, [change.attachment, ...others]);
+    return { hash, before, after, old: tablesOf(before), possible: [], request };
+  }
+  if (isOther) return undefined;
+  if (before === undefined) return { hash, before, after: undefined, old: [], possible: everyTable, request };
+  if (!before.attachments.some(({ ifname }) => ifname === change.ifname)) return undefined;
+  const rest = before.attachments.filter(({ ifname }) => ifname !== change.ifname);
+  const after = rest.length === 0 ? undefined : recordOf(network, containerId, before.variant, rest);
+  return { hash, before, after, old: tablesOf(before), possible: [], request };
+}
+
+/** The target that puts a recorded sandbox's rules back, or removes them. */
+export function targetOfRecord(record: SandboxRecord, keep: boolean, variant: Variant): Target {
+  const after = keep ? recordOf(record.network, record.containerId, variant, record.attachments) : undefined;
+  const hash = sandboxHash(record.network, record.containerId);
+  return { hash, before: record, after, old: tablesOf(record), possible: [], request: undefined };
+}
+
+/** The tables a target needs to have read and written. */
+export function tablesOfTarget(target: Target): Table[] {
+  const all = [...tablesOf(target.after), ...target.old, ...target.possible];
+  return [...new Map(all.map((table) => [tableKey(table), table])).values()];
+}
+
+/** What a target wants of one table. */
+export function wantedOf(target: Target, table: Table): Wanted {
+  const { after, hash } = target;
+  const rules =
+    after?.variant === table.variant
+      ? sandboxRules(
+          table.family,
+          after.network,
+          after.containerId,
+          after.attachments.map(({ config }) => config),
+        )
+      : undefined;
+  return {
+    chain: `${sandboxPrefix}${hash}`,
+    rules,
+    retired: rules === undefined ? `${retiredPrefix}${hash}` : undefined,
+  };
+}
+
+export function tableKey(table: Table): string {
+  return `${table.variant}/${table.family}`;
+}
+
+/** The tables a record's rules are in. */
+export function tablesOf(record: SandboxRecord | undefined): Table[] {
+  return record === undefined ? [] : record.families.map((family) => ({ variant: record.variant, family }));
+}
+
+const everyTable: readonly Table[] = [
+  { variant: 'nft', family: 'ipv4' },
+  { variant: 'nft', family: 'ipv6' },
+  { variant: 'legacy', family: 'ipv4' },
+  { variant: 'legacy', family: 'ipv6' },
+];
+
+function recordOf(
+  network: string,
+  containerId: string,
+  variant: Variant,
+  attachments: readonly Attachment[],
+): SandboxRecord {
+  const families = [...new Set(attachments.flatMap(({ config }) => familiesOf(config)))];
+  return { network, containerId, variant, families, attachments };
+}

@@ -1,0 +1,224 @@
+// CHECK, GC and STATUS: verbs that look at the node as it is.
+import { join } from 'node:path';
+import { statSync, utimesSync } from 'node:fs';
+import { families, type Family } from './address.ts';
+import { checkRules } from './check.ts';
+import {
+  dispatchChain,
+  mappingsOf,
+  sandboxHash,
+  sandboxPrefix,
+  sandboxRules,
+  dispatchJump,
+} from './chain.ts';
+import { commitTogether } from './commit.ts';
+import type { CniVariables } from './environment.ts';
+import { PortmapError, toPortmapError } from './errors.ts';
+import { findTools, hasLegacyTable, observe, type Tools, variants } from './iptables.ts';
+import { listMappings, readDispatch, rivalLines } from './listing.ts';
+import { withLock } from './lock.ts';
+import { type NetConf, type NetworkConf, readValidAttachments } from './netconf.ts';
+import type { Budget } from './program.ts';
+import { newRequest, type Request } from './queue.ts';
+import { type Attachment, familiesOf, readRecord, readRecords, recordPath } from './record.ts';
+import type { Ruleset } from './restore.ts';
+import type { Surroundings } from './sandbox.ts';
+import { openState, readState, type StateFolder, writeState } from './state.ts';
+
+/**
+ * Proves that packets for the attachment's mappings reach the container. Changes nothing.
+ * @throws PortmapError CHECK naming every piece that is missing, wrong, misplaced or shadowed.
+ */
+export async function checkSandbox(
+  conf: NetConf,
+  variables: CniVariables,
+  call: Surroundings,
+): Promise<void> {
+  const wanted = familiesOf(conf.attachment);
+  if (wanted.length === 0) return;
+  const state = openState(false);
+  const look = () => checkTables(conf, variables, typeof state === 'string' ? undefined : state, call.budget);
+  const record =
+    typeof state === 'string' ? undefined : recordPath(state, sandboxHash(conf.name, variables.containerId));
+  const findings = record === undefined ? await look() : await withLock(record, call.budget, look);
+  if (findings.length > 0)
+    throw new PortmapError(
+      'CHECK',
+      findings.join('; '),
+      'another program changed the nat table, or an ADD was lost: any ADD repairs the shared chains, "portmap reapply" puts back the sandbox’s own',
+    );
+}
+
+async function checkTables(
+  conf: NetConf,
+  variables: CniVariables,
+  state: StateFolder | undefined,
+  budget: Budget,
+): Promise<string[]> {
+  const { containerId, ifname, netns } = variables;
+  const record = state === undefined ? 'missing' : readRecord(state, sandboxHash(conf.name, containerId));
+  const others = typeof record === 'string' ? [] : record.attachments;
+  const own: Attachment = { ifname, netns, config: conf.attachment };
+  // In the order ADD gave them; an attachment that was never recorded stands alone or first.
+  const known = others.some((other) => other.ifname === ifname);
+  const attachments = known
+    ? others.map((other) => (other.ifname === ifname ? own : other))
+    : [own, ...others];
+  const variant = typeof record === 'string' ? undefined : record.variant;
+  const findings = await Promise.all(
+    familiesOf(conf.attachment).map(async (family) => {
+      const configs = attachments.map(({ config }) => config);
+      const wanted = sandboxRules(family, conf.name, containerId, configs);
+      if (wanted === undefined) return [];
+      const tools = await findTools(family, variant, budget);
+      const asked = [
+        dispatchChain,
+        ...wanted.marks.map(({ name }) => name),
+        ...wanted.external,
+        wanted.chain.name,
+      ];
+      const seen = await observe(tools, asked, budget);
+      const rivals = rivalLines(seen, wanted.chain.name, mappingsOf(family, conf.attachment)).map(
+        ({ chain }) => chain,
+      );
+      const observed = await withChains(tools, seen, rivals, budget);
+      const conditions = configs.map((config) => config.conditions[family]);
+      return checkRules(
+        family,
+        observed,
+        wanted,
+        configs.flatMap((config) => mappingsOf(family, config)),
+        conditions,
+      ).map((finding) => `${family}: ${finding}`);
+    }),
+  );
+  return findings.flat();
+}
+
+/** The observation with further chains in it. */
+export async function withChains(
+  tools: Tools,
+  observed: Ruleset,
+  chains: readonly string[],
+  budget: Budget,
+): Promise<Ruleset> {
+  const unread = [...new Set(chains)].filter(
+    (chain) => !observed.chains.has(chain) && !observed.absent.has(chain),
+  );
+  if (unread.length === 0) return observed;
+  const more = await observe(tools, unread, budget);
+  return {
+    chains: new Map([...observed.chains, ...more.chains]),
+    absent: new Set([...observed.absent, ...more.absent]),
+  };
+}
+
+/** Every table of the node that can be read and may hold mappings, with all chains that have to do with them. */
+export async function observeNode(budget: Budget): Promise<{ tools: Tools; observed: Ruleset }[]> {
+  const tables = variants.flatMap((variant) => families.map((family) => ({ variant, family })));
+  const found = await Promise.all(
+    tables.map(async ({ variant, family }) => {
+      if (variant === 'legacy' && !hasLegacyTable(family)) return [];
+      try {
+        const tools = await findTools(family, variant, budget);
+        const seen = await observe(tools, [dispatchChain], budget);
+        const chains = readDispatch(seen).map(({ chain }) => chain);
+        return [{ tools, observed: await withChains(tools, seen, chains, budget) }];
+      } catch (error) {
+        if (toPortmapError(error).code === 'UNAVAILABLE') return [];
+        throw error;
+      }
+    }),
+  );
+  return found.flat();
+}
+
+/**
+ * Removes every attachment of this network that is not in the netconf's list of live ones: those with a record, and
+ * those the kernel holds under the network's name, upstream's too. Other networks are left alone (SPEC 1.1.0, GC).
+ * @throws PortmapError CONFIG without a list; BUSY naming what could not be removed, after the rest was.
+ */
+export async function collectGarbage(network: NetworkConf, call: Surroundings): Promise<void> {
+  const valid = readValidAttachments(network);
+  const isValid = (containerId: string, ifname?: string) =>
+    valid.some((one) => one.containerID === containerId && (ifname === undefined || one.ifname === ifname));
+  const state = openState(true);
+  const folder = typeof state === 'string' ? undefined : state;
+  const records =
+    folder === undefined ? [] : readRecords(folder).filter((record) => record.network === network.name);
+  const recorded = new Set(records.map(({ containerId }) => containerId));
+  const stale = records.flatMap(({ containerId, attachments }) =>
+    attachments
+      .filter(({ ifname }) => !isValid(containerId, ifname))
+      .map(({ ifname }) => ({ containerId, ifname })),
+  );
+  const tables = await observeNode(call.budget);
+  const leaked = new Set(
+    tables
+      .flatMap(({ observed }) => readDispatch(observed))
+      .filter((line) => line.network === network.name && line.containerId !== undefined)
+      .filter((line) => line.chain === `${sandboxPrefix}${sandboxHash(network.name, line.containerId ?? '')}`)
+      .flatMap((line) => line.containerId ?? [])
+      .filter((containerId) => !recorded.has(containerId) && !isValid(containerId)),
+  );
+  const requests: Request[] = [
+    ...stale.map(({ containerId, ifname }) => newRequest(network.name, containerId, { verb: 'DEL', ifname })),
+    ...[...leaked].map((containerId) => newRequest(network.name, containerId, { verb: 'DEL', ifname: '' })),
+  ].map((request, index) => ({ ...request, token: `${request.token}-${index}` }));
+  const answers = await commitTogether(requests, folder, call.budget);
+  const problems = answers.flatMap(({ error }) => (error === undefined ? [] : [error.message]));
+  if (problems.length > 0)
+    throw new PortmapError('BUSY', `rules may be left: ${problems.join('; ')}`, 'repeat GC');
+}
+
+/**
+ * Says whether an ADD could be served now. Never takes the xtables lock.
+ * @throws PortmapError UNAVAILABLE without usable iptables; DEGRADED when mappings are installed but the jumps to them
+ * are gone, so that no packet reaches them (SPEC 1.1.0, STATUS: 50 and 51).
+ */
+export async function reportStatus(call: Surroundings): Promise<void> {
+  const ready = await Promise.allSettled(families.map((family) => probeTable(family, call.budget)));
+  const [first, ...rest] = ready.flatMap((result) =>
+    result.status === 'rejected' ? [toPortmapError(result.reason)] : [],
+  );
+  if (first !== undefined && rest.length > 0)
+    throw new PortmapError('UNAVAILABLE', first.message, first.details);
+  if (first !== undefined) call.warn(`${first.message}: only one address family can be served`);
+  const state = openState(true);
+  if (typeof state === 'string') call.warn(`state folder: ${state}`);
+  const missing = ready.flatMap((result) => (result.status === 'fulfilled' ? result.value : []));
+  if (missing.length > 0)
+    throw new PortmapError(
+      'DEGRADED',
+      `the jumps to installed mappings are gone: ${missing.join('; ')}`,
+      'a firewall reload removed them; "portmap reapply" puts all mappings back',
+    );
+}
+
+const deepLookMs = 60_000;
+
+async function probeTable(family: Family, budget: Budget): Promise<string[]> {
+  const tools = await findTools(family, undefined, budget);
+  // On legacy a read is a copy of the whole table, too much for a question that is asked every five seconds.
+  if (tools.variant === 'legacy' && hasLegacyTable(family) && !isLookDue(family)) return [];
+  const observed = await observe(tools, [dispatchChain], budget);
+  if (listMappings(family, observed).length === 0 && readDispatch(observed).length === 0) return [];
+  return (['PREROUTING', 'OUTPUT'] as const)
+    .filter((chain) => observed.chains.get(chain)?.includes(dispatchJump) !== true)
+    .map((chain) => `${family}: ${chain} has no jump to ${dispatchChain}`);
+}
+
+// A stamp in the state folder spaces the deep looks of all processes; without a folder every call looks.
+function isLookDue(family: Family): boolean {
+  const state = openState(true);
+  if (typeof state === 'string') return true;
+  const stamp = join(state.path, `status-${family}`);
+  try {
+    if (Date.now() - statSync(stamp).mtimeMs < deepLookMs) return false;
+    utimesSync(stamp, new Date(), new Date());
+    return true;
+  } catch {
+    if (readState(stamp) === undefined) writeState(stamp, '');
+    return true;
+  }
+}
