@@ -19,7 +19,6 @@ await main();
 
 async function main(): Promise<void> {
   const { budget, limit } = startBudget();
-  const warn = (text: string) => print(stderr, `portmap: warning: ${text}\n`);
   const readInput = () => readStdin(budget);
   if ((process.env['CNI_COMMAND'] ?? '') !== '') {
     const reply = await answer({ environment: process.env, readInput, limit, budget, warn });
@@ -32,6 +31,10 @@ async function main(): Promise<void> {
   }
   const { runCommand } = await import('../src/cli/command.ts');
   exit(await runCommand(argv, { budget, warn, readInput, print: (text) => print(stdout, text) }));
+}
+
+function warn(text: string): void {
+  print(stderr, `portmap: warning: ${text}\n`);
 }
 
 // The one clock of the call: its signal ends every wait, whether the time is up or the runtime says so.

@@ -56,7 +56,7 @@ export async function deleteSandbox(
   const hash = sandboxHash(network.name, containerId);
   if (!hasMappings(network.raw) && !isKnown(hash)) return;
   const state = openState(false);
-  const record = typeof state === 'string' ? 'missing' : readRecord(state, hash);
+  const record = 'problem' in state ? 'missing' : readRecord(state, hash);
   const recorded =
     typeof record === 'string' ? undefined : record.attachments.find((one) => one.ifname === ifname);
   const remnants = recorded?.config ?? readRemnants(network, ifname);
@@ -72,8 +72,7 @@ export async function deleteSandbox(
 // record: an ADD under way has one or the other at any time.
 function isKnown(hash: string): boolean {
   const state = openState(false);
-  if (state === 'missing') return false;
-  if (typeof state === 'string') return true;
+  if ('problem' in state) return state.problem !== undefined;
   const record = recordPath(state, hash);
   return isPresent(lockFolder(record)) || isQueued(state, hash) || isPresent(record);
 }
@@ -82,8 +81,8 @@ function isKnown(hash: string): boolean {
 async function change(request: Request, call: Surroundings): Promise<void> {
   const state = openState(true);
   const warnings =
-    typeof state === 'string'
-      ? await changeAlone(request, call, state)
+    'problem' in state
+      ? await changeAlone(request, call, state.problem ?? 'missing')
       : await changeInTurn(request, call, state);
   for (const warning of warnings) call.warn(warning);
 }
@@ -120,7 +119,9 @@ function asTryAgain(error: unknown): PortmapError {
     error instanceof PortmapError
       ? error
       : new PortmapError('INTERNAL', error instanceof Error ? error.message : String(error));
-  const plain = (text: string) =>
-    text.replaceAll(/not found/gi, 'missing').replaceAll(/no such file/gi, 'missing file');
   return new PortmapError('BUSY', `rules may be left: ${plain(message)}`, plain(details), { cause: error });
+}
+
+function plain(text: string): string {
+  return text.replaceAll(/not found/gi, 'missing').replaceAll(/no such file/gi, 'missing file');
 }

@@ -34,24 +34,29 @@ export function statePath(): string {
   return own === undefined || own === '' ? '/run/portmap' : own;
 }
 
+/** Why there is no state folder to use; without a problem, none was ever made. */
+export interface NoStateFolder {
+  readonly problem: string | undefined;
+}
+
 /**
- * Opens the state folder. `missing`: there is none and it was not to be made. A text says why it can't be used: it
- * is no folder, a symbolic link, another user's, or can't be made.
+ * Opens the state folder, and makes it if asked to. The problem of one that can't be used is that it is no folder, a
+ * symbolic link, another user's, or can't be made.
  */
-export function openState(create: boolean): StateFolder | 'missing' | string {
+export function openState(create: boolean): StateFolder | NoStateFolder {
   const path = statePath();
   const queue = join(path, 'queue');
   try {
     if (create) makeFolder(queue);
     for (const folder of [path, queue]) {
       const stat = lstatSync(folder);
-      if (!stat.isDirectory()) return `${folder}: not a folder`;
-      if (stat.uid !== process.geteuid?.()) return `${folder}: belongs to user ${stat.uid}`;
+      if (!stat.isDirectory()) return { problem: `${folder}: not a folder` };
+      if (stat.uid !== process.geteuid?.()) return { problem: `${folder}: belongs to user ${stat.uid}` };
     }
     return { path, queue };
   } catch (error) {
-    if (systemCode(error) === 'ENOENT' && !create) return 'missing';
-    return `${path}: ${error instanceof Error ? error.message : String(error)}`;
+    if (systemCode(error) === 'ENOENT' && !create) return { problem: undefined };
+    return { problem: `${path}: ${error instanceof Error ? error.message : String(error)}` };
   }
 }
 

@@ -37,9 +37,9 @@ export async function checkSandbox(
   const wanted = familiesOf(conf.attachment);
   if (wanted.length === 0) return;
   const state = openState(false);
-  const look = () => checkTables(conf, variables, typeof state === 'string' ? undefined : state, call.budget);
+  const look = () => checkTables(conf, variables, 'problem' in state ? undefined : state, call.budget);
   const record =
-    typeof state === 'string' ? undefined : recordPath(state, sandboxHash(conf.name, variables.containerId));
+    'problem' in state ? undefined : recordPath(state, sandboxHash(conf.name, variables.containerId));
   const findings = record === undefined ? await look() : await withLock(record, call.budget, look);
   if (findings.length > 0)
     throw new PortmapError(
@@ -143,7 +143,7 @@ export async function collectGarbage(network: NetworkConf, call: Surroundings): 
   const isValid = (containerId: string, ifname?: string) =>
     valid.some((one) => one.containerID === containerId && (ifname === undefined || one.ifname === ifname));
   const state = openState(true);
-  const folder = typeof state === 'string' ? undefined : state;
+  const folder = 'problem' in state ? undefined : state;
   const records =
     folder === undefined ? [] : readRecords(folder).filter((record) => record.network === network.name);
   const recorded = new Set(records.map(({ containerId }) => containerId));
@@ -185,7 +185,7 @@ export async function reportStatus(call: Surroundings): Promise<void> {
     throw new PortmapError('UNAVAILABLE', first.message, first.details);
   if (first !== undefined) call.warn(`${first.message}: only one address family can be served`);
   const state = openState(true);
-  if (typeof state === 'string') call.warn(`state folder: ${state}`);
+  if ('problem' in state) call.warn(`state folder: ${state.problem ?? 'missing'}`);
   const missing = ready.flatMap((result) => (result.status === 'fulfilled' ? result.value : []));
   if (missing.length > 0)
     throw new PortmapError(
@@ -211,7 +211,7 @@ async function probeTable(family: Family, budget: Budget): Promise<string[]> {
 // A stamp in the state folder spaces the deep looks of all processes; without a folder every call looks.
 function isLookDue(family: Family): boolean {
   const state = openState(true);
-  if (typeof state === 'string') return true;
+  if ('problem' in state) return true;
   const stamp = join(state.path, `status-${family}`);
   try {
     if (Date.now() - statSync(stamp).mtimeMs < deepLookMs) return false;

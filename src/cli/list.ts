@@ -18,7 +18,7 @@ export async function listNode(json: boolean, budget: Budget): Promise<string> {
     .map((mapping) => {
       // A long comment is cut by the kernel; the record has the names whole.
       const record =
-        typeof state === 'string' ? 'missing' : readRecord(state, mapping.chain.slice(sandboxPrefix.length));
+        'problem' in state ? 'missing' : readRecord(state, mapping.chain.slice(sandboxPrefix.length));
       return typeof record === 'string'
         ? mapping
         : { ...mapping, network: record.network, containerId: record.containerId };
@@ -55,7 +55,6 @@ function toJson(row: Row): Record<string, unknown> {
 
 function toCells(row: Row): string[] {
   const anywhere = row.family === 'ipv6' ? '[::]' : '0.0.0.0';
-  const bracket = (address: string) => (address.includes(':') ? `[${address}]` : address);
   return [
     row.protocol,
     `${row.hostAddress === '' ? anywhere : bracket(row.hostAddress)}:${row.hostPort}`,
@@ -64,6 +63,10 @@ function toCells(row: Row): string[] {
     row.containerId ?? 'unknown',
     row.variant,
   ];
+}
+
+function bracket(address: string): string {
+  return address.includes(':') ? `[${address}]` : address;
 }
 
 function renderTable(rows: readonly string[][]): string {

@@ -28,7 +28,7 @@ export async function planChange(
   const raw = readJson(await terminal.readInput());
   const network = { name: readName(raw), cniVersion: readVersion(raw), raw };
   const state = openState(false);
-  const context = { budget: terminal.budget, state: typeof state === 'string' ? undefined : state };
+  const context = { budget: terminal.budget, state: 'problem' in state ? undefined : state };
   const conf = verb === 'add' ? readNetConf(network, ifname) : undefined;
   for (const warning of conf?.warnings ?? []) terminal.warn(warning);
   if (conf !== undefined && familiesOf(conf.attachment).length === 0)

@@ -19,8 +19,10 @@ export async function reapplyRecords(terminal: {
   readonly warn: (text: string) => void;
 }): Promise<string> {
   const state = openState(false);
-  if (state === 'missing') return 'nothing to do: no sandbox is recorded';
-  if (typeof state === 'string') throw new PortmapError('IO', `state folder: ${state}`);
+  if ('problem' in state) {
+    if (state.problem === undefined) return 'nothing to do: no sandbox is recorded';
+    throw new PortmapError('IO', `state folder: ${state.problem}`);
+  }
   // The oldest first, so that the newest owner of a port is in front again.
   const records = readRecords(state).toSorted(
     (one, other) => writtenAt(state, one) - writtenAt(state, other),

@@ -14,6 +14,7 @@ import {
   type Request,
   variants,
 } from '../lab.ts';
+import { sendSctp } from '../sctp.ts';
 import type { Answer, Transport } from '../station.ts';
 
 const transports: readonly Transport[] = ['tcp', 'udp'];
@@ -289,17 +290,21 @@ describe.each(variants)('iptables-%s', (variant) => {
     expect(names(own), rules).toEqual(all(own, 'c1'));
   });
 
-  test('sctp gets its rules in both families', async () => {
-    const mapping = { hostPort: 9999, containerPort: 9998, protocol: 'sctp' };
-    const { v4, v6 } = await mapped(c1, [mapping], {}, async () => ({
-      v4: await node.rules('v4'),
-      v6: await node.rules('v6'),
-    }));
-    expect(v4).toMatch(/-A CNI-HOSTPORT-DNAT -p sctp .*--dports 9999 -j CNI-DN-/);
-    expect(v4).toContain(`-p sctp -m sctp --dport 9999 -j DNAT --to-destination ${c1.v4}:9998`);
-    expect(v6).toMatch(/-A CNI-HOSTPORT-DNAT -p sctp .*--dports 9999 -j CNI-DN-/);
-    expect(v6).toContain(`-p sctp -m sctp --dport 9999 -j DNAT --to-destination [${c1.v6}]:9998`);
-  });
+  test.each(families)(
+    'an sctp packet of a client reaches the container on its port, over %s',
+    async (family) => {
+      const mapping = { hostPort: 9999, containerPort: 9998, protocol: 'sctp' };
+      const to = { family, address: nodeAddress[family], port: 9999 };
+      const { arrived, rules } = await mapped(c1, [mapping], {}, async () => ({
+        arrived: await sendSctp(node, 'client', to, 'c1'),
+      }));
+      const text = rules.split('IPv6:')[family === 'v4' ? 0 : 1] ?? '';
+      expect(arrived, rules).toEqual({ from: 4000, to: 9998 });
+      expect(text).toMatch(/-A CNI-HOSTPORT-DNAT -p sctp .*--dports 9999 -j CNI-DN-/);
+      expect(text).toMatch(/-p sctp -m sctp --dport 9999 -j DNAT --to-destination \S+:9998$/m);
+      expect(await sendSctp(node, 'client', to, 'c1'), 'after DEL').toBeNull();
+    },
+  );
 
   describe('route_localnet', () => {
     const interfaces = ['cni0', 'ext0'] as const;
