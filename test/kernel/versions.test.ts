@@ -35,7 +35,7 @@ const cells = versions.flatMap((version) => variants.map((variant) => ({ version
 /** As much of the tools' own language as a network's name and a container's ID may hold. */
 const hostileNetwork = '0--comment.COMMIT_-j.CNI-HOSTPORT-DNAT--dport.1';
 const hostileId = '0.-D_CNI-HOSTPORT-DNAT.-A--PREROUTING-j.ACCEPT-';
-/** The two of them make a comment that no kernel keeps whole. */
+/** The two of them make a comment of which the kernel keeps only a part. */
 const longNetwork = `net.${'x-_.'.repeat(40)}`;
 const longId = `id.${'y-_.'.repeat(40)}`;
 
@@ -101,29 +101,14 @@ function tableOf(family: Family, network: string, container: Container): string 
  * Tables that iptables-nft can't list as a whole (report R27): a program that speaks native nft has put a map beside
  * the rules, or into the very hooks that the plugin needs. `protocol` is ip or ip6.
  */
-const foreignTables: readonly {
-  readonly where: string;
-  readonly chains: (protocol: string) => string;
-  readonly options: Netconf;
-}[] = [
-  {
-    where: 'a chain of their own',
-    chains: () => 'chain vpn { dnat to tcp dport map @vpnports; }',
-    options: {},
-  },
+const foreignTables: readonly { readonly where: string; readonly chains: (protocol: string) => string }[] = [
+  { where: 'a chain of their own', chains: () => 'chain vpn { dnat to tcp dport map @vpnports; }' },
   {
     where: 'the built-in chains',
     chains: (protocol) => `
       chain PREROUTING { type nat hook prerouting priority dstnat; dnat to tcp dport map @vpnports; }
       chain OUTPUT { type nat hook output priority -100; dnat to tcp dport map @vpnports; }
       chain POSTROUTING { type nat hook postrouting priority srcnat; ${protocol} saddr @vpnhosts masquerade; }`,
-    options: {},
-  },
-  {
-    where: "the built-in chains, with a mark of the network's own",
-    chains: (protocol) =>
-      `chain POSTROUTING { type nat hook postrouting priority srcnat; ${protocol} saddr @vpnhosts masquerade; }`,
-    options: { markMasqBit: 20 },
   },
 ];
 
@@ -147,9 +132,9 @@ describe.each(cells)('iptables $version, $variant', ({ version, variant }) => {
   test('one sandbox comes, changes and goes beside another', async () => {
     const lab = await open();
     await expectVersion(lab, version, variant);
-    const [c1, c2] = [await lab.addContainer('c1'), await lab.addContainer('c2')];
-    const first = { ...c1, id: hostileId };
-    for (const container of [c1, c2])
+    const first = { ...(await lab.addContainer('c1')), id: longId };
+    const second = { ...(await lab.addContainer('c2')), id: hostileId };
+    for (const container of [first, second])
       for (const family of families)
         for (const protocol of ['tcp', 'udp'] as const)
           await lab.serve(container.name, { protocol, address: container[family], port: 80 });
@@ -169,15 +154,20 @@ describe.each(cells)('iptables $version, $variant', ({ version, variant }) => {
       return Object.fromEntries(await Promise.all(asked));
     };
 
-    const second = netconf(c2, [
-      { hostPort: 9_000, containerPort: 80, protocol: 'tcp' },
-      { hostPort: 9_000, containerPort: 80, protocol: 'udp' },
-    ]);
-    await lab.expectPlugin('ADD', second, c2, call);
-    for (const family of families) expect(await lab.rules(family), family).toBe(tableOf(family, 'lab', c2));
+    const beside = netconf(
+      second,
+      [
+        { hostPort: 9_000, containerPort: 80, protocol: 'tcp' },
+        { hostPort: 9_000, containerPort: 80, protocol: 'udp' },
+      ],
+      { name: hostileNetwork },
+    );
+    await lab.expectPlugin('ADD', beside, second, call);
+    for (const family of families)
+      expect(await lab.rules(family), family).toBe(tableOf(family, hostileNetwork, second));
 
-    const conf = (portMappings: readonly PortMapping[], options: Netconf = {}) =>
-      netconf(first, portMappings, { name: hostileNetwork, ...options });
+    const conf = (portMappings: readonly PortMapping[]) =>
+      netconf(first, portMappings, { name: longNetwork });
     await lab.expectPlugin('ADD', conf(manyPorts), first, call);
     const added = await lab.allRules();
     expect(await answers(8_000), added).toEqual(everywhere('c1'));
@@ -188,7 +178,7 @@ describe.each(cells)('iptables $version, $variant', ({ version, variant }) => {
     });
     expect(await answers(9_000), added).toEqual(everywhere('c2'));
     await lab.expectPlugin('CHECK', conf(manyPorts), first, call);
-    await lab.expectPlugin('CHECK', second, c2, call);
+    await lab.expectPlugin('CHECK', beside, second, call);
 
     await lab.expectPlugin('ADD', conf(manyPorts), first, call);
     expect(await lab.allRules()).toBe(added);
@@ -202,26 +192,13 @@ describe.each(cells)('iptables $version, $variant', ({ version, variant }) => {
     await lab.expectPlugin('CHECK', conf(fewer), first, call);
 
     await lab.expectPlugin('DEL', conf(fewer), first, call);
-    for (const family of families) expect(await lab.rules(family), family).toBe(tableOf(family, 'lab', c2));
+    for (const family of families)
+      expect(await lab.rules(family), family).toBe(tableOf(family, hostileNetwork, second));
     await lab.expectPlugin('DEL', conf(fewer), first, call);
-    await lab.expectPlugin('DEL', second, c2, call);
+    await lab.expectPlugin('DEL', beside, second, call);
     const left = await lab.allRules();
     expect(left).not.toMatch(/CNI-DN-|-A CNI-HOSTPORT-DNAT/);
     expect(await answers(9_000), left).toEqual(everywhere(undefined));
-  });
-
-  test('a comment longer than the kernel keeps is found again', async () => {
-    const lab = await open();
-    const c1 = await lab.addContainer('c1');
-    const target = { ...c1, id: longId };
-    const conf = netconf(c1, manyPorts, { name: longNetwork });
-    await lab.expectPlugin('ADD', conf, target, call);
-    const added = await lab.allRules();
-    await lab.expectPlugin('CHECK', conf, target, call);
-    await lab.expectPlugin('ADD', conf, target, call);
-    expect(await lab.allRules()).toBe(added);
-    await lab.expectPlugin('DEL', conf, target, call);
-    expect(await lab.allRules()).not.toMatch(/CNI-DN-|-A CNI-HOSTPORT-DNAT/);
   });
 
   test('what iptables refuses is one error, and the tables are as before', async () => {
@@ -267,42 +244,57 @@ describe.each(cells)('iptables $version, $variant', ({ version, variant }) => {
     });
 
   if (variant === 'nft')
-    test.each(foreignTables)('native nft objects in $where hide nothing', async ({ chains, options }) => {
+    test.each(foreignTables)('native nft objects in $where hide nothing', async ({ chains }) => {
       const lab = await open();
-      const c1 = await lab.addContainer('c1');
-      for (const family of families)
+      const [c1, c2] = [await lab.addContainer('c1'), await lab.addContainer('c2')];
+      const sandboxes = [
+        { container: c1, conf: netconf(c1, manyPorts) },
+        {
+          container: c2,
+          conf: netconf(c2, [{ hostPort: 9_000, containerPort: 80 }], { name: 'marked', markMasqBit: 20 }),
+        },
+      ];
+      for (const family of families) {
+        await lab.sh('nft -f -', { input: foreignTable(family, chains) });
         await lab.serve('c1', { protocol: 'tcp', address: c1[family], port: 80 });
-      for (const family of families) await lab.sh('nft -f -', { input: foreignTable(family, chains) });
-      const tables = () => lab.sh('nft -s list table ip nat; nft -s list table ip6 nat');
-      const expectOnce = async (when: string): Promise<void> => {
-        const text = await tables();
-        for (const part of text.split(/^(?=table )/m).filter((table) => table.startsWith('table '))) {
-          expect(part.match(/jump CNI-HOSTPORT-DNAT$/gm), `${when}: ${text}`).toHaveLength(2);
-          expect(part.match(/jump CNI-HOSTPORT-MASQ/gm), `${when}: ${text}`).toHaveLength(1);
-        }
+      }
+      const list = (family: Family) => lab.sh(`nft -s list table ${protocolOf(family)} nat`);
+      const before = { v4: await list('v4'), v6: await list('v6') };
+      const jumps = {
+        'jump CNI-HOSTPORT-DNAT$': 2,
+        'jump CNI-HOSTPORT-MASQ( |$)': 1,
+        'jump CNI-HOSTPORT-MASQ-20( |$)': 1,
       };
-      const before = await tables();
-      const conf = netconf(c1, manyPorts, options);
-      await lab.expectPlugin('ADD', conf, c1, call);
-      await expectOnce('after ADD');
-      for (const family of families)
-        expect(
-          await lab.probe('client', { protocol: 'tcp', address: addresses.node[family], port: 8_000 }),
-          `${family}\n${await tables()}`,
-        ).toMatchObject({ name: 'c1' });
-      await lab.expectPlugin('CHECK', conf, c1, call);
-      await lab.expectPlugin('ADD', conf, c1, call);
-      await expectOnce('after the second ADD');
-      await lab.expectPlugin('DEL', conf, c1, call);
-      const after = await tables();
-      expect(after).not.toContain('CNI-DN-');
-      for (const line of before.split('\n').filter((text) => text.includes('vpn')))
-        expect(after, 'the foreign rules').toContain(line);
+
+      for (const time of ['first', 'second']) {
+        for (const { conf, container } of sandboxes) await lab.expectPlugin('ADD', conf, container, call);
+        for (const { conf, container } of sandboxes) await lab.expectPlugin('CHECK', conf, container, call);
+        for (const family of families) {
+          const text = await list(family);
+          for (const [jump, count] of Object.entries(jumps))
+            expect(text.match(new RegExp(jump, 'gm')), `${jump} after the ${time} ADD: ${text}`).toHaveLength(
+              count,
+            );
+          const address = addresses.node[family];
+          expect(await lab.probe('client', { protocol: 'tcp', address, port: 8_000 }), text).toMatchObject({
+            name: 'c1',
+          });
+        }
+      }
+      for (const { conf, container } of sandboxes) await lab.expectPlugin('DEL', conf, container, call);
+      for (const family of families) {
+        const after = await list(family);
+        expect(after).not.toContain('CNI-DN-');
+        for (const line of before[family].split('\n').filter((text) => text.includes('vpn')))
+          expect(after, 'the foreign rules').toContain(line);
+      }
     });
 });
 
+const protocolOf = (family: Family): string => (family === 'v4' ? 'ip' : 'ip6');
+
 function foreignTable(family: Family, chains: (protocol: string) => string): string {
-  const protocol = family === 'v4' ? 'ip' : 'ip6';
+  const protocol = protocolOf(family);
   return `table ${protocol} nat {
     map vpnports { type inet_service : ip${family}_addr; }
     set vpnhosts { type ip${family}_addr; }
