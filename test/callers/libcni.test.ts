@@ -138,7 +138,7 @@ describe.each(variants)('libcni, iptables-%s', (variant) => {
       ['udp', addresses.node.v6, 5300],
       ['tcp', addresses.node.v4, 8443],
     ] as const) {
-      const answer = await node.probe('client', { protocol, address, port, timeout: 500 });
+      const answer = await node.probe('client', { protocol, address, port, timeout: 2_000 });
       found[`${address} ${port}/${protocol}`] = answer && `${answer.name} saw ${answer.peer}`;
     }
     return found;
