@@ -20,7 +20,7 @@ indent() { sed 's/^/      /'; }
 
 if [ "${1:-}" != --inside ]; then
   case ${1:-} in '') ;; *) sed -n '2,8s/^# \{0,1\}//p' "$0"; exit 2 ;; esac
-  "$root/scripts/setup.sh" busybox-static conntrack containernetworking-plugins curl iproute2 iptables jq procps util-linux
+  "$root/scripts/setup.sh" busybox-static conntrack containernetworking-plugins curl iproute2 iptables jq libatomic1 procps util-linux
   portmap=${PORTMAP_BIN:-$root/dist/portmap}
   if [ -z "${PORTMAP_BIN:-}" ] && { [ ! -x "$portmap" ] ||
     [ -n "$(find "$root/bin" "$root/src" "$root/package.json" "$root/scripts/build-sea.sh" -newer "$portmap" -print -quit)" ]; }; then

@@ -54,6 +54,6 @@ fresh() {
 }
 if ! fresh; then
   echo 'setup: npm ci'
-  npm ci --include=dev --include=optional --no-fund --no-audit --loglevel=error 9>&- || fail 'npm ci failed'
+  npm ci --include=dev --include=optional --no-fund --no-audit --loglevel=error >/dev/null 9>&- || fail 'npm ci failed'
 fi
 unshare --net --mount true 2>/dev/null || fail 'this machine does not let root make network namespaces (in a container: run it privileged)'
