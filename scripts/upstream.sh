@@ -19,6 +19,9 @@ case ${1:-} in
 esac
 folder=$PWD/.cache/upstream
 plugin=$folder/$suite/usr/lib/cni/portmap
+mkdir -p "$folder"
+exec 9>"$folder/lock" # one fetch at a time in one clone
+flock 9
 if [ -x "$plugin" ]; then echo "$plugin"; exit 0; fi
 
 unavailable() { echo "upstream: $*" >&2; exit 3; }
