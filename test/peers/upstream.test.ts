@@ -113,7 +113,8 @@ const cases: Case[] = [
     title: 'keys and protocols as containerd and Nomad spell them',
     mappings: [
       { HostPort: 8080, ContainerPort: 80, Protocol: 'tcp', HostIP: '' },
-      { HOSTPORT: 8081, containerport: 81, Protocol: 'UDP', HostIP: '' },
+      { HOSTPORT: 8081, containerport: 81, Protocol: 'udp', HostIP: '' },
+      { hostport: 8082, CONTAINERPORT: 82, pRotocol: 'udp' },
     ],
   },
   { title: 'no source NAT', mappings: [tcp(8080)], options: { snat: false } },
@@ -225,15 +226,21 @@ const cases: Case[] = [
     containerId: '0a._-Z',
   },
   {
+    title: 'protocols in capitals',
+    mappings: [
+      { ...tcp(8080), protocol: 'TCP' },
+      { ...tcp(8081), protocol: 'UDP' },
+    ],
+  },
+  {
     title: 'the same mapping twice (departs: once)',
     mappings: [tcp(8080), tcp(8080)],
     ours: (theirs) => reworded(theirs, (line) => line.replace('--dports 8080,8080', '--dports 8080')),
   },
   {
-    title: 'one port at two host addresses (departs: listed once)',
+    title: 'one port at two host addresses',
     mappings: [tcp(8080, 80, nodeAddress.v4), tcp(8080, 81, '198.51.100.11')],
     only: 'v4',
-    ours: (theirs) => reworded(theirs, (line) => line.replace('--dports 8080,8080', '--dports 8080')),
   },
   {
     title: 'host addresses of both families (departs: no entry rule for a port of the other family)',
@@ -274,6 +281,30 @@ async function reset(node: LabNode, before = ''): Promise<void> {
   });
 }
 
+/**
+ * ip6tables-legacy 1.8.9 answers -C without looking at all of a rule (the ports, beside DNAT or in a long list), so
+ * upstream, which adds what -C does not find, leaves rules out. Here a yes of -C is looked into: the oracle is what
+ * upstream means to add.
+ */
+async function mendCheck(node: LabNode): Promise<void> {
+  await node.wrapTool(
+    'ip6tables',
+    `if [ "$3" = -C ]; then
+       chain=$4
+       "$REAL" "$@" || exit $?
+       shift 4
+       "$REAL" -t nat -N ASKED
+       "$REAL" -t nat -A ASKED "$@"
+       rule=$("$REAL" -t nat -S ASKED | sed -n 's/^-A ASKED //p')
+       "$REAL" -t nat -F ASKED
+       "$REAL" -t nat -X ASKED
+       "$REAL" -t nat -S "$chain" | grep -qxF -- "-A $chain $rule"
+       exit
+     fi
+     exec "$REAL" "$@"`,
+  );
+}
+
 const oracles = [...new Set([newestUpstreamBin, upstreamBin])].map((bin) => {
   const modern = bin !== upstreamBin;
   return {
@@ -299,6 +330,7 @@ describe.each(variants)('iptables-%s', (variant) => {
       c1 = await node.addContainer('c1');
       c2 = await node.addContainer('c2');
     }
+    if (variant === 'legacy') await mendCheck(theirNode);
   });
   afterAll(() => Promise.all([theirNode?.close(), ourNode?.close()]));
   beforeEach(() => Promise.all([reset(theirNode), reset(ourNode)]));
@@ -388,7 +420,9 @@ describe.each(variants)('iptables-%s', (variant) => {
 
   test('a sandbox of upstream is taken over by an ADD of ours, and upstream still deletes it', async () => {
     const conf = netconf(c1, [tcp(8080), ...ports(16, 'udp')]);
+    if (variant === 'legacy') await mendCheck(ourNode);
     await ourNode.expectPlugin('ADD', conf, c1, theirs);
+    await ourNode.unwrapTool('ip6tables');
     const before = await rulesOf(ourNode);
     await ourNode.expectPlugin('ADD', conf, c1, ours);
     const after = await rulesOf(ourNode);
