@@ -2,7 +2,7 @@
 // to stdout and ends the process.
 import { read, writeSync } from 'node:fs';
 import { PortmapError, toPortmapError } from '../src/errors.ts';
-import { defaultTimeoutSeconds } from '../src/netconf.ts';
+import { defaultTimeoutSeconds } from '../src/network.ts';
 import { answer, renderError } from '../src/plugin.ts';
 import type { Budget } from '../src/program.ts';
 import { aboutText } from '../src/version.ts';

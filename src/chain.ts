@@ -8,8 +8,7 @@
 //   POSTROUTING ──▶ CNI-HOSTPORT-MASQ ──(mark)──▶ MASQUERADE
 //
 // The names are upstream's and must never change: either plugin removes what the other has added.
-import { createHash } from 'node:crypto';
-import { type Address, type Family, hostCidr, isUnspecified } from './address.ts';
+import { type Address, families, type Family, hostCidr, isUnspecified } from './address.ts';
 import type { AttachmentConfig, PortMapping, Protocol } from './netconf.ts';
 
 /** A chain of the nat table and its rules, each without the leading `-A NAME`. */
@@ -52,6 +51,8 @@ const commentBytes = 255;
  * It does not know the interface, so two attachments of one container to one network share a chain.
  */
 export function sandboxHash(network: string, containerId: string): string {
+  // Loaded here because a call without mappings needs no hash, and the module takes longer to load than such a call.
+  const { createHash } = process.getBuiltinModule('node:crypto');
   return createHash('sha512').update(`${network}${containerId}`).digest('hex').slice(0, 21);
 }
 
@@ -90,6 +91,11 @@ export function mappingsOf(family: Family, attachment: AttachmentConfig): readon
   return attachment.mappings.filter(
     (mapping) => mapping.hostIP === undefined || mapping.hostIP.family === family,
   );
+}
+
+/** The families in which an attachment has rules. */
+export function familiesOf(config: AttachmentConfig): Family[] {
+  return families.filter((family) => mappingsOf(family, config).length > 0);
 }
 
 /** The single host address a mapping is bound to, or undefined when it takes all of the node's. */

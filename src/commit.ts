@@ -13,13 +13,12 @@ import {
   finish,
   giveBack,
   hashOf,
-  isQueued,
   isWanted,
   readAnswer,
   type Request,
   withdraw,
 } from './queue.ts';
-import type { StateFolder } from './state.ts';
+import { isQueued, type StateFolder } from './state.ts';
 
 const maxConflicts = 4;
 const firstWaitMs = 4;

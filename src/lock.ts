@@ -9,6 +9,7 @@
 import { renameSync, rmdirSync } from 'node:fs';
 import * as z from 'zod/mini';
 import { PortmapError, systemCode } from './errors.ts';
+import { once } from './once.ts';
 import { type Budget, isRunning, type ProcessId, processId, sleep } from './program.ts';
 import { readState, removeState, writeState } from './state.ts';
 
@@ -88,11 +89,6 @@ export function lockBusy(file: string): PortmapError {
   );
 }
 
-/** Says whether somebody holds, or held and never gave up, the lock on `file`. */
-export function lockFolder(file: string): string {
-  return lockPaths(file).lock;
-}
-
 function lockPaths(file: string): { lock: string; holder: string } {
   const base = file.replace(/\.[a-z]+$/, '');
   return { lock: `${base}.lock`, holder: `${base}.holder` };
@@ -133,10 +129,13 @@ function breakDeadLock(paths: { lock: string; holder: string }): boolean {
 
 function readHolder(holder: string): ProcessId[] {
   try {
-    return z.parse(holderSchema, JSON.parse(readState(holder) ?? '[]'));
+    return z.parse(z.array(processSchema()), JSON.parse(readState(holder) ?? '[]'));
   } catch {
     return [];
   }
 }
 
-const holderSchema = z.array(z.object({ pid: z.number(), started: z.string(), namespace: z.string() }));
+/** A process as it stands in files. */
+export const processSchema = once(() =>
+  z.object({ pid: z.number(), started: z.string(), namespace: z.string() }),
+);

@@ -1,7 +1,6 @@
 // The CNI side of the plugin: one verb in, one reply out. Each verb is a short script over the parts that do the
 // work; every error becomes CNI's JSON here and nowhere else.
 import { statSync } from 'node:fs';
-import { checkSandbox, collectGarbage, reportStatus } from './verify.ts';
 import { readVariables, readVerb, type CniVariables, type Verb } from './environment.ts';
 import { cniCodes, PortmapError, toPortmapError } from './errors.ts';
 import { addSandbox, deleteSandbox } from './sandbox.ts';
@@ -10,11 +9,9 @@ import {
   type NetworkConf,
   readJson,
   readName,
-  readNetConf,
   readTimeoutSeconds,
   readVersion,
-  renderResult,
-} from './netconf.ts';
+} from './network.ts';
 import type { Budget } from './program.ts';
 
 /** What a call gets from the world. */
@@ -83,6 +80,10 @@ async function perform(
   switch (verb) {
     case 'ADD': {
       refuseOwnNamespace(variables, call.environment);
+      const [{ readNetConf }, { renderResult }] = await Promise.all([
+        import('./netconf.ts'),
+        import('./result.ts'),
+      ]);
       const conf = readNetConf(network, variables.ifname);
       await addSandbox(conf, variables, call);
       return renderResult(conf);
@@ -91,15 +92,24 @@ async function perform(
       refuseOwnNamespace(variables, call.environment);
       await deleteSandbox(network, variables, call);
       return '';
-    case 'CHECK':
+    case 'CHECK': {
+      const [{ readNetConf }, { checkSandbox }] = await Promise.all([
+        import('./netconf.ts'),
+        import('./verify.ts'),
+      ]);
       await checkSandbox(readNetConf(network, variables.ifname), variables, call);
       return '';
-    case 'GC':
+    }
+    case 'GC': {
+      const { collectGarbage } = await import('./verify.ts');
       await collectGarbage(network, call);
       return '';
-    case 'STATUS':
+    }
+    case 'STATUS': {
+      const { reportStatus } = await import('./verify.ts');
       await reportStatus(call);
       return '';
+    }
     default:
       return verb satisfies never;
   }

@@ -10,8 +10,10 @@ import * as z from 'zod/mini';
 import { sandboxHash } from './chain.ts';
 import { errorCodes, PortmapError, toPortmapError } from './errors.ts';
 import { isRunning, type ProcessId, processId } from './program.ts';
+import { processSchema } from './lock.ts';
+import { once } from './once.ts';
 import { type Attachment, attachmentSchema } from './record.ts';
-import { isPresent, readState, removeState, type StateFolder, writeState } from './state.ts';
+import { isPresent, readState, removeState, sandboxFiles, type StateFolder, writeState } from './state.ts';
 
 /** A change to one sandbox that a call wants. */
 export interface Request {
@@ -47,17 +49,7 @@ export function newRequest(network: string, containerId: string, change: Request
 
 /** Puts a request into the queue; it takes the place of an older one for the same sandbox. */
 export function enqueue(state: StateFolder, request: Request): void {
-  writeState(file(state, hashOf(request), 'request'), JSON.stringify(request));
-}
-
-/** Says whether something waits, or is being done, for a sandbox. */
-export function isQueued(state: StateFolder, hash: string): boolean {
-  return (
-    isPresent(file(state, hash, 'request')) ||
-    isPresent(file(state, hash, 'taken')) ||
-    // Between the two looks a request may have been given back.
-    isPresent(file(state, hash, 'request'))
-  );
+  writeState(sandboxFiles(state, hashOf(request)).request, JSON.stringify(request));
 }
 
 /**
@@ -71,9 +63,9 @@ export function claim(state: StateFolder): Request[] {
     names.flatMap((name) => /^([0-9a-f]{21})\.(?:request|taken)$/.exec(name)?.[1] ?? []),
   );
   return [...hashes].flatMap((hash) => {
-    const taken = file(state, hash, 'taken');
+    const taken = sandboxFiles(state, hash).taken;
     try {
-      renameSync(file(state, hash, 'request'), taken);
+      renameSync(sandboxFiles(state, hash).request, taken);
     } catch {
       // None is waiting: what is taken was left by a killed process.
     }
@@ -86,15 +78,15 @@ export function claim(state: StateFolder): Request[] {
 
 /** Says whether a request in this process's hands is still the one its owner wants. */
 export function isWanted(state: StateFolder, request: Request): boolean {
-  return readRequest(readState(file(state, hashOf(request), 'taken')))?.token === request.token;
+  return readRequest(readState(sandboxFiles(state, hashOf(request)).taken))?.token === request.token;
 }
 
 /** Puts back requests that this process has no time for; newer ones for the same sandbox stay. */
 export function giveBack(state: StateFolder, requests: readonly Request[]): void {
   for (const request of requests) {
-    const taken = file(state, hashOf(request), 'taken');
+    const taken = sandboxFiles(state, hashOf(request)).taken;
     try {
-      linkSync(taken, file(state, hashOf(request), 'request'));
+      linkSync(taken, sandboxFiles(state, hashOf(request)).request);
     } catch {
       // A newer one waits, or this one was withdrawn.
     }
@@ -109,7 +101,7 @@ export function finish(state: StateFolder, request: Request, answer: Answer): vo
     const error = code === undefined ? undefined : { code, message, details };
     writeState(resultFile(state, request), JSON.stringify({ warnings: answer.warnings, error }));
   }
-  if (isWanted(state, request)) removeState(file(state, hashOf(request), 'taken'));
+  if (isWanted(state, request)) removeState(sandboxFiles(state, hashOf(request)).taken);
 }
 
 /** The answer to a request of this process that is no longer queued. */
@@ -119,7 +111,7 @@ export function readAnswer(state: StateFolder, request: Request): Answer {
   if (text === undefined) return { warnings: [] };
   removeState(path);
   try {
-    const { warnings, error } = z.parse(answerSchema, JSON.parse(text));
+    const { warnings, error } = z.parse(answerSchema(), JSON.parse(text));
     return { warnings, error: error && new PortmapError(error.code, error.message, error.details) };
   } catch (error) {
     return { warnings: [], error: toPortmapError(error) };
@@ -132,8 +124,8 @@ export function readAnswer(state: StateFolder, request: Request): Answer {
  */
 export function withdraw(state: StateFolder, request: Request): void {
   const hash = hashOf(request);
-  removeState(file(state, hash, 'request'));
-  if (!isPresent(file(state, hash, 'taken')) || request.change.verb === 'DEL') return;
+  removeState(sandboxFiles(state, hash).request);
+  if (!isPresent(sandboxFiles(state, hash).taken) || request.change.verb === 'DEL') return;
   const ifname = request.change.attachment.ifname;
   enqueue(state, { ...request, token: `${request.token}-undo`, change: { verb: 'DEL', ifname } });
 }
@@ -144,7 +136,7 @@ function isAbandoned(request: Request): boolean {
 
 function readRequest(text: string | undefined): Request | undefined {
   try {
-    return text === undefined ? undefined : z.parse(requestSchema, JSON.parse(text));
+    return text === undefined ? undefined : z.parse(requestSchema(), JSON.parse(text));
   } catch {
     return undefined;
   }
@@ -162,34 +154,30 @@ function removeOldResults(state: StateFolder, names: readonly string[]): void {
   }
 }
 
-function file(state: StateFolder, hash: string, kind: 'request' | 'taken'): string {
-  return join(state.queue, `${hash}.${kind}`);
-}
-
 function resultFile(state: StateFolder, request: Request): string {
   return join(state.queue, `${hashOf(request)}.${request.token}.result`);
 }
 
-const processSchema = z.object({ pid: z.number(), started: z.string(), namespace: z.string() });
+const requestSchema = once(() =>
+  z.object({
+    network: z.string(),
+    containerId: z.string(),
+    token: z.string(),
+    owner: z.optional(processSchema()),
+    change: z.discriminatedUnion('verb', [
+      z.object({
+        verb: z.literal('ADD'),
+        attachment: attachmentSchema(),
+        onConflict: z.enum(['warn', 'fail']),
+      }),
+      z.object({ verb: z.literal('DEL'), ifname: z.string() }),
+    ]),
+  }),
+);
 
-const requestSchema = z.object({
-  network: z.string(),
-  containerId: z.string(),
-  token: z.string(),
-  owner: z.optional(processSchema),
-  change: z.discriminatedUnion('verb', [
-    z.object({ verb: z.literal('ADD'), attachment: attachmentSchema, onConflict: z.enum(['warn', 'fail']) }),
-    z.object({ verb: z.literal('DEL'), ifname: z.string() }),
-  ]),
-});
-
-const answerSchema = z.object({
-  warnings: z.array(z.string()),
-  error: z.optional(
-    z.object({
-      code: z.enum(errorCodes),
-      message: z.string(),
-      details: z.string(),
-    }),
-  ),
-});
+const answerSchema = once(() =>
+  z.object({
+    warnings: z.array(z.string()),
+    error: z.optional(z.object({ code: z.enum(errorCodes), message: z.string(), details: z.string() })),
+  }),
+);

@@ -1,13 +1,14 @@
 // The record of a sandbox: what ADD has installed for it. It helps to find things and is never proof of what the
 // kernel holds: one that is missing, empty, cut off or of a newer format means "unknown".
 import { readdirSync } from 'node:fs';
-import { join } from 'node:path';
 import * as z from 'zod/mini';
 import { type Family, families } from './address.ts';
 import { type Variant, variants } from './iptables.ts';
 import type { AttachmentConfig } from './netconf.ts';
-import { mappingsOf, sandboxHash } from './chain.ts';
-import { isPresent, readState, removeState, type StateFolder, writeState } from './state.ts';
+import { sandboxHash } from './chain.ts';
+import { once } from './once.ts';
+import { protocols } from './schema.ts';
+import { isPresent, readState, removeState, sandboxFiles, type StateFolder, writeState } from './state.ts';
 
 /** One attachment of a sandbox to the record's network. */
 export interface Attachment {
@@ -28,18 +29,13 @@ export interface SandboxRecord {
 
 const format = 1;
 
-/** The record's file, which is also what the sandbox's lock is on. */
-export function recordPath(state: StateFolder, hash: string): string {
-  return join(state.path, `${hash}.record`);
-}
-
 /** The record of a sandbox; `missing` when there is no file, `unknown` when there is one that says nothing. */
 export function readRecord(state: StateFolder, hash: string): SandboxRecord | 'missing' | 'unknown' {
-  const path = recordPath(state, hash);
+  const path = sandboxFiles(state, hash).record;
   const text = readState(path);
   if (text === undefined) return isPresent(path) ? 'unknown' : 'missing';
   try {
-    const parsed = recordSchema.safeParse(JSON.parse(text));
+    const parsed = recordSchema().safeParse(JSON.parse(text));
     if (!parsed.success) return 'unknown';
     const { format: _, ...record } = parsed.data;
     return sandboxHash(record.network, record.containerId) === hash ? record : 'unknown';
@@ -59,45 +55,47 @@ export function readRecords(state: StateFolder): SandboxRecord[] {
 
 export function writeRecord(state: StateFolder, record: SandboxRecord): void {
   const hash = sandboxHash(record.network, record.containerId);
-  writeState(recordPath(state, hash), JSON.stringify({ format, ...record }));
+  writeState(sandboxFiles(state, hash).record, JSON.stringify({ format, ...record }));
 }
 
 export function removeRecord(state: StateFolder, hash: string): void {
-  removeState(recordPath(state, hash));
+  removeState(sandboxFiles(state, hash).record);
 }
 
-/** The families in which an attachment has rules. */
-export function familiesOf(config: AttachmentConfig): Family[] {
-  return families.filter((family) => mappingsOf(family, config).length > 0);
-}
-
-const addressSchema = z.object({ family: z.enum(families), text: z.string() });
-const interfaceAddressSchema = z.object({ family: z.enum(families), text: z.string(), network: z.string() });
-const configSchema = z.object({
-  mappings: z.array(
-    z.object({
-      hostPort: z.number(),
-      containerPort: z.number(),
-      protocol: z.enum(['tcp', 'udp', 'sctp']),
-      hostIP: z.optional(addressSchema),
-    }),
-  ),
-  addresses: z.object({ ipv4: z.optional(interfaceAddressSchema), ipv6: z.optional(interfaceAddressSchema) }),
-  snat: z.boolean(),
-  masqAll: z.boolean(),
-  markMasqBit: z.optional(z.number()),
-  externalSetMarkChain: z.optional(z.string()),
-  conditions: z.object({ ipv4: z.array(z.string()), ipv6: z.array(z.string()) }),
-});
+const addressFields = () => ({ family: z.enum(families), text: z.string() });
 
 /** An attachment as it stands in records and requests. */
-export const attachmentSchema = z.object({ ifname: z.string(), netns: z.string(), config: configSchema });
-
-const recordSchema = z.object({
-  format: z.literal(format),
-  network: z.string(),
-  containerId: z.string(),
-  variant: z.enum(variants),
-  families: z.array(z.enum(families)),
-  attachments: z.array(attachmentSchema),
+export const attachmentSchema = once(() => {
+  const interfaceAddress = z.optional(z.object({ ...addressFields(), network: z.string() }));
+  return z.object({
+    ifname: z.string(),
+    netns: z.string(),
+    config: z.object({
+      mappings: z.array(
+        z.object({
+          hostPort: z.number(),
+          containerPort: z.number(),
+          protocol: z.enum(protocols),
+          hostIP: z.optional(z.object(addressFields())),
+        }),
+      ),
+      addresses: z.object({ ipv4: interfaceAddress, ipv6: interfaceAddress }),
+      snat: z.boolean(),
+      masqAll: z.boolean(),
+      markMasqBit: z.optional(z.number()),
+      externalSetMarkChain: z.optional(z.string()),
+      conditions: z.object({ ipv4: z.array(z.string()), ipv6: z.array(z.string()) }),
+    }),
+  });
 });
+
+const recordSchema = once(() =>
+  z.object({
+    format: z.literal(format),
+    network: z.string(),
+    containerId: z.string(),
+    variant: z.enum(variants),
+    families: z.array(z.enum(families)),
+    attachments: z.array(attachmentSchema()),
+  }),
+);

@@ -1,21 +1,12 @@
-// ADD and DEL of one sandbox: what to skip, what to lock, and the order of the steps around the commit.
-import { allowLoopback, dropStaleFlows } from './host.ts';
-import { sandboxHash } from './chain.ts';
-import { submit } from './commit.ts';
+// ADD and DEL of one sandbox: what to skip, and the order of the steps around the commit. What only a call with
+// something to do needs is loaded when that is clear: most calls of a node have nothing to do.
+import { familiesOf, sandboxHash } from './chain.ts';
+import type { Surroundings } from './change.ts';
 import type { CniVariables } from './environment.ts';
-import { PortmapError, systemCode } from './errors.ts';
-import { lockFolder, withLock } from './lock.ts';
-import { hasMappings, type NetConf, type NetworkConf, readRemnants } from './netconf.ts';
-import type { Budget } from './program.ts';
-import { isQueued, newRequest, type Request } from './queue.ts';
-import { familiesOf, readRecord, recordPath } from './record.ts';
-import { isPresent, openState, type StateFolder } from './state.ts';
-
-/** What a step needs of the call it is part of. */
-export interface Surroundings {
-  readonly budget: Budget;
-  readonly warn: (text: string) => void;
-}
+import { PortmapError } from './errors.ts';
+import type { AttachmentConfig, NetConf } from './netconf.ts';
+import { hasMappings, type NetworkConf } from './network.ts';
+import { isPresent, isQueued, openState, sandboxFiles, type StateFolder } from './state.ts';
 
 /**
  * Installs the mappings of an attachment in place of those it had. Without mappings nothing runs, waits or is
@@ -27,17 +18,23 @@ export async function addSandbox(conf: NetConf, variables: CniVariables, call: S
   const { attachment } = conf;
   for (const warning of conf.warnings) call.warn(warning);
   if (familiesOf(attachment).length === 0) {
-    if (isKnown(sandboxHash(conf.name, containerId)))
-      await change(newRequest(conf.name, containerId, { verb: 'DEL', ifname }), call);
+    if (isKnown(conf.name, containerId)) {
+      const { changeSandbox } = await import('./change.ts');
+      await changeSandbox(conf.name, containerId, { verb: 'DEL', ifname }, call);
+    }
     return;
   }
+  const [{ changeSandbox }, { allowLoopback, dropStaleFlows }] = await Promise.all([
+    import('./change.ts'),
+    import('./host.ts'),
+  ]);
   for (const warning of allowLoopback(attachment)) call.warn(warning);
   const add = {
     verb: 'ADD',
     attachment: { ifname, netns, config: attachment },
     onConflict: conf.onConflict,
   } as const;
-  await change(newRequest(conf.name, containerId, add), call);
+  await changeSandbox(conf.name, containerId, add, call);
   for (const warning of await dropStaleFlows(attachment, 'not to this container', call.budget))
     call.warn(warning);
 }
@@ -53,64 +50,50 @@ export async function deleteSandbox(
   call: Surroundings,
 ): Promise<void> {
   const { containerId, ifname } = variables;
-  const hash = sandboxHash(network.name, containerId);
-  if (!hasMappings(network.raw) && !isKnown(hash)) return;
-  const state = openState(false);
-  const record = 'problem' in state ? 'missing' : readRecord(state, hash);
-  const recorded =
-    typeof record === 'string' ? undefined : record.attachments.find((one) => one.ifname === ifname);
-  const remnants = recorded?.config ?? readRemnants(network, ifname);
+  if (!hasMappings(network.raw) && !isKnown(network.name, containerId)) return;
+  const [{ changeSandbox }, { dropStaleFlows }] = await Promise.all([
+    import('./change.ts'),
+    import('./host.ts'),
+  ]);
+  const flows = await flowsOf(network, containerId, ifname);
   try {
-    await change(newRequest(network.name, containerId, { verb: 'DEL', ifname }), call);
+    await changeSandbox(network.name, containerId, { verb: 'DEL', ifname }, call);
   } catch (error) {
     throw asTryAgain(error);
   }
-  for (const warning of await dropStaleFlows(remnants, 'to this container', call.budget)) call.warn(warning);
+  for (const warning of await dropStaleFlows(flows, 'to this container', call.budget)) call.warn(warning);
 }
 
-// Says whether the state folder has anything on a sandbox, or can't be asked. A request is looked for before the
-// record: an ADD under way has one or the other at any time.
-function isKnown(hash: string): boolean {
+// The flows to end with a sandbox: of what its record says, or of what the netconf says where no record can be had.
+// Runtimes repeat DEL; one without a record has nothing behind it any more.
+async function flowsOf(
+  network: NetworkConf,
+  containerId: string,
+  ifname: string,
+): Promise<Pick<AttachmentConfig, 'mappings' | 'addresses'>> {
+  const [{ readRecord }, { readRemnants }] = await Promise.all([
+    import('./record.ts'),
+    import('./netconf.ts'),
+  ]);
   const state = openState(false);
-  if ('problem' in state) return state.problem !== undefined;
-  const record = recordPath(state, hash);
-  return isPresent(lockFolder(record)) || isQueued(state, hash) || isPresent(record);
+  const record = 'problem' in state ? 'unknown' : readRecord(state, sandboxHash(network.name, containerId));
+  if (record === 'missing') return { mappings: [], addresses: {} };
+  const recorded = record === 'unknown' ? undefined : record.attachments.find((one) => one.ifname === ifname);
+  return recorded?.config ?? readRemnants(network, ifname);
 }
 
-// Brings a change to the kernel under the sandbox's lock; without lock and queue where the state folder is no use.
-async function change(request: Request, call: Surroundings): Promise<void> {
-  const state = openState(true);
-  const warnings =
-    'problem' in state
-      ? await changeAlone(request, call, state.problem ?? 'missing')
-      : await changeInTurn(request, call, state);
-  for (const warning of warnings) call.warn(warning);
+// Says whether the state folder has anything on a sandbox, or can't be asked.
+function isKnown(network: string, containerId: string): boolean {
+  const state = openState(false);
+  return 'problem' in state
+    ? state.problem !== undefined
+    : hasFiles(state, sandboxHash(network, containerId));
 }
 
-async function changeInTurn(
-  request: Request,
-  call: Surroundings,
-  state: StateFolder,
-): Promise<readonly string[]> {
-  const record = recordPath(state, sandboxHash(request.network, request.containerId));
-  try {
-    return await withLock(record, call.budget, () => submit(request, state, call.budget));
-  } catch (error) {
-    // A full or read-only folder must not keep a container from its network.
-    if (error instanceof PortmapError || systemCode(error) === '') throw error;
-    return changeAlone(request, call, error instanceof Error ? error.message : String(error));
-  }
-}
-
-async function changeAlone(
-  request: Request,
-  call: Surroundings,
-  problem: string,
-): Promise<readonly string[]> {
-  call.warn(
-    `state folder: ${problem}; working without it: set PORTMAP_STATE_DIR to a folder that root can write`,
-  );
-  return submit(request, undefined, call.budget);
+// A request is looked for before the record: an ADD under way has one or the other at any time.
+function hasFiles(state: StateFolder, hash: string): boolean {
+  const { lock, record } = sandboxFiles(state, hash);
+  return isPresent(lock) || isQueued(state, hash) || isPresent(record);
 }
 
 // On DEL every failure is one to repeat. Some runtimes take an error that speaks of things not found for success.

@@ -28,6 +28,31 @@ export interface StateFolder {
   readonly queue: string;
 }
 
+/** The files of one sandbox, by the hash that names it. */
+export interface SandboxFiles {
+  readonly record: string;
+  readonly lock: string;
+  readonly request: string;
+  readonly taken: string;
+}
+
+/** Where the files of a sandbox are. The lock is on the record and beside it. */
+export function sandboxFiles(state: StateFolder, hash: string): SandboxFiles {
+  return {
+    record: join(state.path, `${hash}.record`),
+    lock: join(state.path, `${hash}.lock`),
+    request: join(state.queue, `${hash}.request`),
+    taken: join(state.queue, `${hash}.taken`),
+  };
+}
+
+/** Says whether a request waits, or is being done, for a sandbox. */
+export function isQueued(state: StateFolder, hash: string): boolean {
+  const { request, taken } = sandboxFiles(state, hash);
+  // Between the first two looks a request may have been given back.
+  return isPresent(request) || isPresent(taken) || isPresent(request);
+}
+
 /** Where the state folder is: `PORTMAP_STATE_DIR`, or /run/portmap. */
 export function statePath(): string {
   const own = process.env['PORTMAP_STATE_DIR'];

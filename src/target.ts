@@ -1,10 +1,10 @@
 // From a request and the record of its sandbox to what the sandbox shall be and which tables that touches. Pure.
 import type { Family } from './address.ts';
-import { sandboxHash, sandboxPrefix, sandboxRules, retiredPrefix } from './chain.ts';
+import { familiesOf, retiredPrefix, sandboxHash, sandboxPrefix, sandboxRules } from './chain.ts';
 import { PortmapError } from './errors.ts';
 import type { Variant } from './iptables.ts';
 import { hashOf, type Request } from './queue.ts';
-import { type Attachment, familiesOf, type SandboxRecord } from './record.ts';
+import type { Attachment, SandboxRecord } from './record.ts';
 import type { Wanted } from './restore.ts';
 
 /** One family's nat table in one variant. */

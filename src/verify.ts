@@ -5,6 +5,7 @@ import { families, type Family } from './address.ts';
 import { checkRules } from './check.ts';
 import {
   dispatchChain,
+  familiesOf,
   mappingsOf,
   sandboxHash,
   sandboxPrefix,
@@ -17,13 +18,14 @@ import { PortmapError, toPortmapError } from './errors.ts';
 import { findTools, hasLegacyTable, observe, type Tools, variants } from './iptables.ts';
 import { listMappings, readDispatch, rivalLines } from './listing.ts';
 import { withLock } from './lock.ts';
-import { type NetConf, type NetworkConf, readValidAttachments } from './netconf.ts';
+import { type NetConf, readValidAttachments } from './netconf.ts';
+import type { NetworkConf } from './network.ts';
 import type { Budget } from './program.ts';
 import { newRequest, type Request } from './queue.ts';
-import { type Attachment, familiesOf, readRecord, readRecords, recordPath } from './record.ts';
+import { type Attachment, readRecord, readRecords } from './record.ts';
 import type { Ruleset } from './restore.ts';
-import type { Surroundings } from './sandbox.ts';
-import { openState, readState, type StateFolder, writeState } from './state.ts';
+import type { Surroundings } from './change.ts';
+import { openState, sandboxFiles, readState, type StateFolder, writeState } from './state.ts';
 
 /**
  * Proves that packets for the attachment's mappings reach the container. Changes nothing.
@@ -39,7 +41,9 @@ export async function checkSandbox(
   const state = openState(false);
   const look = () => checkTables(conf, variables, 'problem' in state ? undefined : state, call.budget);
   const record =
-    'problem' in state ? undefined : recordPath(state, sandboxHash(conf.name, variables.containerId));
+    'problem' in state
+      ? undefined
+      : sandboxFiles(state, sandboxHash(conf.name, variables.containerId)).record;
   const findings = record === undefined ? await look() : await withLock(record, call.budget, look);
   if (findings.length > 0)
     throw new PortmapError(

@@ -1,6 +1,6 @@
 // What this executable calls itself.
 import manifest from '../package.json' with { type: 'json' };
-import { cniVersions } from './netconf.ts';
+import { cniVersions } from './network.ts';
 
 export const version: string = manifest.version;
 

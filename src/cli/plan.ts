@@ -1,10 +1,11 @@
 // `portmap plan`: the transactions of an ADD or DEL, printed and not committed.
 import { planBatch } from '../batch.ts';
-import { readJson, readName, readNetConf, readVersion } from '../netconf.ts';
+import { readNetConf } from '../netconf.ts';
+import { readJson, readName, readVersion } from '../network.ts';
 import type { Budget } from '../program.ts';
 import { newRequest } from '../queue.ts';
 import { readVariables } from '../environment.ts';
-import { familiesOf } from '../record.ts';
+import { familiesOf } from '../chain.ts';
 import { renderTransaction } from '../restore.ts';
 import { openState } from '../state.ts';
 import { tableKey } from '../target.ts';

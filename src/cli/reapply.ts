@@ -6,9 +6,9 @@ import { PortmapError } from '../errors.ts';
 import { allowLoopback } from '../host.ts';
 import type { Budget } from '../program.ts';
 import { newRequest } from '../queue.ts';
-import { readRecords, recordPath, type SandboxRecord } from '../record.ts';
+import { readRecords, type SandboxRecord } from '../record.ts';
 import { isDead } from '../rival.ts';
-import { openState, type StateFolder } from '../state.ts';
+import { openState, sandboxFiles, type StateFolder } from '../state.ts';
 
 /**
  * Puts back the rules of every live recorded sandbox, and removes those of dead ones, in one transaction a table.
@@ -51,7 +51,7 @@ export async function reapplyRecords(terminal: {
 
 function writtenAt(state: StateFolder, record: SandboxRecord): number {
   try {
-    return statSync(recordPath(state, sandboxHash(record.network, record.containerId))).mtimeMs;
+    return statSync(sandboxFiles(state, sandboxHash(record.network, record.containerId)).record).mtimeMs;
   } catch {
     return 0;
   }

@@ -1,0 +1,57 @@
+// One change of one sandbox, from its lock to its commit; without lock and queue where the state folder is no use.
+import { submit } from './commit.ts';
+import { PortmapError, systemCode } from './errors.ts';
+import { withLock } from './lock.ts';
+import type { Budget } from './program.ts';
+import { hashOf, newRequest, type Request } from './queue.ts';
+import { openState, sandboxFiles, type StateFolder } from './state.ts';
+
+/** What a step needs of the call it is part of. */
+export interface Surroundings {
+  readonly budget: Budget;
+  readonly warn: (text: string) => void;
+}
+
+/**
+ * Brings a change to the kernel while no other call works on the same sandbox.
+ * @throws PortmapError what the change came to; nothing of it is then left.
+ */
+export async function changeSandbox(
+  network: string,
+  containerId: string,
+  change: Request['change'],
+  call: Surroundings,
+): Promise<void> {
+  const request = newRequest(network, containerId, change);
+  const state = openState(true);
+  const warnings =
+    'problem' in state
+      ? await changeAlone(request, call, state.problem ?? 'missing')
+      : await changeInTurn(request, call, state);
+  for (const warning of warnings) call.warn(warning);
+}
+async function changeInTurn(
+  request: Request,
+  call: Surroundings,
+  state: StateFolder,
+): Promise<readonly string[]> {
+  const record = sandboxFiles(state, hashOf(request)).record;
+  try {
+    return await withLock(record, call.budget, () => submit(request, state, call.budget));
+  } catch (error) {
+    // A full or read-only folder must not keep a container from its network.
+    if (error instanceof PortmapError || systemCode(error) === '') throw error;
+    return changeAlone(request, call, error instanceof Error ? error.message : String(error));
+  }
+}
+
+async function changeAlone(
+  request: Request,
+  call: Surroundings,
+  problem: string,
+): Promise<readonly string[]> {
+  call.warn(
+    `state folder: ${problem}; working without it: set PORTMAP_STATE_DIR to a folder that root can write`,
+  );
+  return submit(request, undefined, call.budget);
+}
