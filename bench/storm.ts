@@ -80,7 +80,7 @@ function wave(plugin: string, count: number): Wave {
 export function storm({ variant, quick, ours, upstream }: Options): Findings {
   const count = 100;
   const upstreamCount = quick ? 4 : variant === 'legacy' ? 8 : 20;
-  const rounds: [number, number] = quick ? [1, 1] : variant === 'legacy' ? [5, 2] : [5, 3];
+  const rounds: [number, number] = quick ? [1, 1] : variant === 'legacy' ? [3, 1] : [3, 2];
   openNode(variant, count + count / 2);
   loadServiceRules(40_000);
   const our: Wave[] = [];
