@@ -67,7 +67,7 @@ else
   template=$(from_npm $template bin/node)
   own=$(from_npm node-linux-$host bin/node)
   node_modules/.bin/esbuild bin/portmap.ts --bundle --minify-syntax --platform=node --format=esm --target=node26 \
-    --banner:js="import { createRequire } from 'node:module'; const require = createRequire('/');" \
+    --banner:js="import { createRequire as requireFrom } from 'node:module'; const require = requireFrom('/');" \
     --metafile=dist/portmap.meta.json --log-level=warning --outfile=dist/portmap.mjs
   printf '{"main":"dist/portmap.mjs","mainFormat":"module","executable":"%s","output":"%s","disableExperimentalSEAWarning":true,"useCodeCache":%s}\n' \
     "$template" "$out" "$([ "$arch" = "$host" ] && echo true || echo false)" > dist/sea.json

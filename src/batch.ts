@@ -226,9 +226,10 @@ async function viewTable(table: Table, targets: readonly Target[], budget: Budge
 // The chains most likely to be there first, because the nft variant's read ends at the first that is not. Whether a
 // sandbox's own chain is there matters only when it stands alone; for many, the transaction is made to fit both.
 function askedChains(targets: readonly Target[], table: Table): string[] {
-  const external = targets.flatMap((target) => wantedOf(target, table).rules?.external ?? []);
+  const rules = targets.flatMap((target) => wantedOf(target, table).rules ?? []);
+  const shared = rules.flatMap(({ marks, external }) => [...marks.map(({ name }) => name), ...external]);
   const own = targets.length === 1 ? targets.map(({ hash }) => `${sandboxPrefix}${hash}`) : [];
-  return [...new Set([dispatchChain, ...external, ...own])];
+  return [...new Set([dispatchChain, ...shared, ...own])];
 }
 
 // Chains whose content is needed and known to be there: those of rivals, and of sandboxes whose rules are replaced in

@@ -114,9 +114,15 @@ export function overlaps(one: PortMapping, other: PortMapping): boolean {
   );
 }
 
-/** `text` as one token of a line for iptables-restore, where only the double quote and the backslash are special. */
+/**
+ * `text` as one token of a line for iptables-restore, where only the double quote and the backslash are special. Rules
+ * are bytes, one a character: the kernel cuts a long comment in the middle of a letter, and the rest must still be told
+ * apart and given back as it is.
+ */
 export function quote(text: string): string {
-  return /^[A-Za-z0-9_.:/,=@%+!-]+$/.test(text) ? text : `"${text.replaceAll(/["\\]/g, String.raw`\$&`)}"`;
+  if (/^[A-Za-z0-9_.:/,=@%+!-]+$/.test(text)) return text;
+  const bytes = Buffer.from(text, 'utf8').toString('latin1');
+  return `"${bytes.replaceAll(/["\\]/g, String.raw`\$&`)}"`;
 }
 
 // The default bit keeps upstream's chains; any other has a pair of its own, so that no network's choice changes
@@ -138,12 +144,13 @@ function markChains(bit: number): { setMark: Chain; masquerade: Chain } {
 
 const masqueradePrefix = 'CNI-HOSTPORT-MASQ';
 
-function isMasqueradeChain(name: string): boolean {
+/** Says whether a chain is one of those that masquerade marked packets. */
+export function isMasqueradeChain(name: string): boolean {
   return name.startsWith(masqueradePrefix);
 }
 
-// First in POSTROUTING: behind the masquerade rules of the bridge or ptp plugin it would never be reached.
-function masqueradeJump(chain: string): Jump {
+/** The jump to a masquerade chain: behind the rules of the bridge or ptp plugin it would never be reached. */
+export function masqueradeJump(chain: string): Jump {
   return {
     from: 'POSTROUTING',
     rule: `-m comment --comment "CNI portfwd requiring masquerade" -j ${chain}`,
@@ -217,7 +224,8 @@ function dispatchLines(
   });
 }
 
-// The kernel keeps 255 bytes of a comment; names and IDs are ASCII, so a character is a byte.
+// The kernel keeps 255 bytes of a comment; names and IDs are ASCII, so a character is a byte. Upstream writes 253 and
+// three dots, of which the kernel keeps two.
 function trimComment(comment: string): string {
-  return comment.length > commentBytes ? `${comment.slice(0, commentBytes - 3)}...` : comment;
+  return comment.length > commentBytes ? `${comment.slice(0, commentBytes - 2)}..` : comment;
 }

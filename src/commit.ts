@@ -199,12 +199,17 @@ function outOfTime(budget: Budget, last: PortmapError): PortmapError {
   });
 }
 
-// Rules that iptables does not take are the netconf's fault where it has words of its own in them.
+// What one ADD alone can't get in, planned anew each time, is refused for good: a condition that the kernel does not take
+// shows in the legacy variant only as a line that failed. Where the netconf has words of its own in the rules, these
+// are to blame.
 function blame(request: Request, error: PortmapError): PortmapError {
-  if (error.code !== 'REJECTED' || request.change.verb !== 'ADD') return error;
+  const isRefused =
+    error.code === 'REJECTED' || (error.code === 'CONFLICT' && /line \d+ failed/.test(error.message));
+  if (!isRefused || request.change.verb !== 'ADD') return error;
   const { conditions } = request.change.attachment.config;
   const family = error.message.startsWith('ip6tables') ? 'ipv6' : 'ipv4';
-  if (conditions[family].length === 0) return error;
+  if (conditions[family].length === 0)
+    return new PortmapError('REJECTED', error.message, error.details, { cause: error });
   const field = family === 'ipv4' ? 'conditionsV4' : 'conditionsV6';
   return new PortmapError(
     'CONFIG',

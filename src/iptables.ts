@@ -5,7 +5,7 @@ import { basename, dirname, join } from 'node:path';
 import type { Family } from './address.ts';
 import { PortmapError } from './errors.ts';
 import { type Budget, findProgram, type Outcome, realProgram, runProgram, searchFolders } from './program.ts';
-import { dispatchJump } from './chain.ts';
+import { dispatchJump, isMasqueradeChain, masqueradeJump } from './chain.ts';
 import { renderListing, type Ruleset, rulesetReader } from './restore.ts';
 
 /** iptables has two rule stores in the kernel that know nothing of each other. */
@@ -173,7 +173,7 @@ async function readChains(tools: Tools, asked: readonly string[], budget: Budget
     const missing = rest.find((chain) => found.absent.has(chain));
     if (missing === undefined || !isMissingChain(outcome))
       throw failure(tools.restore, outcome, tools, renderListing(rest));
-    if (builtins.includes(missing)) chains.set(missing, await probeJumps(tools, missing, budget));
+    if (builtins.includes(missing)) chains.set(missing, await probeJumps(tools, missing, asked, budget));
     else absent.add(missing);
     rest = rest.slice(rest.indexOf(missing) + 1);
   }
@@ -188,15 +188,27 @@ function isMissingChain(outcome: Outcome): boolean {
   );
 }
 
-// A built-in chain with native nft rules can't be listed (report R27); whether our jump is in it can still be asked.
-async function probeJumps(tools: Tools, chain: string, budget: Budget): Promise<string[]> {
+// A built-in chain with native nft rules can't be listed (report R27); whether our jumps are in it can still be asked.
+async function probeJumps(
+  tools: Tools,
+  chain: string,
+  asked: readonly string[],
+  budget: Budget,
+): Promise<string[]> {
   const jumps =
     chain === 'POSTROUTING'
-      ? ['-m comment --comment "CNI portfwd requiring masquerade" -j CNI-HOSTPORT-MASQ']
+      ? asked.filter(isMasqueradeChain).map((name) => masqueradeJump(name).rule)
       : [dispatchJump];
-  const input = `*nat\n${jumps.map((jump) => `-C ${chain} ${jump}`).join('\n')}\nCOMMIT\n`;
-  const outcome = await runProgram(tools.restore, ['--noflush'], { budget, input });
-  return outcome.exitCode === 0 ? jumps : [];
+  const found: string[] = [];
+  for (const jump of jumps) {
+    const input = `*nat\n-C ${chain} ${jump}\nCOMMIT\n`;
+    const outcome = await runProgram(tools.restore, ['--noflush'], { budget, input });
+    if (outcome.exitCode === 0) found.push(jump);
+    // 1: no such rule; 2: not even the chain it jumps to.
+    else if (outcome.exitCode !== 1 && outcome.exitCode !== 2)
+      throw failure(tools.restore, outcome, tools, input);
+  }
+  return found;
 }
 
 function failure(program: string, outcome: Outcome, tools: Tools | undefined, input = ''): PortmapError {
@@ -233,6 +245,9 @@ function failure(program: string, outcome: Outcome, tools: Tools | undefined, in
       `${called}: this kernel has no nat table for the family`,
       evidence,
     );
+  // A chain of the plugin's that was there a moment ago: another program was faster.
+  if (/(?:Chain '|Couldn't load target `)CNI-/.test(said))
+    return new PortmapError('CONFLICT', `${called}: ${firstLine(said)}`, evidence);
   const extension = /Couldn't load (match|target) `([^']+)'/.exec(said);
   if (extension !== null)
     return new PortmapError(
@@ -248,7 +263,7 @@ function failure(program: string, outcome: Outcome, tools: Tools | undefined, in
 }
 
 function firstLine(text: string): string {
-  return text.split('\n').find((line) => line.trim() !== '') ?? 'no reason given';
+  return text.split('\n').find((line) => line.trim() !== '' && !line.startsWith('#')) ?? 'no reason given';
 }
 
 // The line that iptables complains of and its neighbours; the number is a hint, for it is often that of COMMIT.

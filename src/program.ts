@@ -65,7 +65,8 @@ function isExecutable(path: string): boolean {
 }
 
 /**
- * Runs a program to its end. `onLine` gets stdout line by line as it comes, so that large output is never held;
+ * Runs a program to its end. Text is bytes, one a character, in both directions. `onLine` gets stdout line by line as
+ * it comes, so that large output is never held;
  * `onStart` runs before the program gets its input, which a program killed before then sees as empty. Never
  * rejects for what the program does; returns soon after the budget's signal is aborted, whatever still holds the
  * program's pipes.
@@ -99,7 +100,7 @@ export async function runProgram(
   if (onLine !== undefined && subprocess.stdout !== null) splitLines(subprocess.stdout, onLine);
   // A program that ends without reading its input breaks the pipe; its exit status tells why.
   subprocess.stdin?.on('error', () => undefined);
-  subprocess.stdin?.end(input);
+  subprocess.stdin?.end(Buffer.from(input, 'latin1'));
   const result = await Promise.race([subprocess, given(budget.signal)]);
   if (result === undefined) return { exitCode: undefined, stderr: '', failure: 'ended: the time was up' };
   const stderr = typeof result.stderr === 'string' ? result.stderr : '';
@@ -123,7 +124,7 @@ function given(signal: AbortSignal): Promise<undefined> {
 
 function splitLines(stream: NodeJS.ReadableStream, onLine: (line: string) => void): void {
   let rest = '';
-  stream.setEncoding('utf8');
+  stream.setEncoding('latin1');
   stream.on('data', (chunk: string) => {
     const lines = (rest + chunk).split('\n');
     rest = lines.pop() ?? '';

@@ -4,7 +4,7 @@
 //   request ──claim──▶ taken ──finish──▶ gone (and a result, if there is something to tell)
 //      ▲                 │
 //      └────give back────┘
-import { linkSync, readdirSync, renameSync, statSync } from 'node:fs';
+import { linkSync, readdirSync, readFileSync, renameSync, statSync } from 'node:fs';
 import { join } from 'node:path';
 import * as z from 'zod/mini';
 import { sandboxHash } from './chain.ts';
@@ -22,6 +22,8 @@ export interface Request {
   /** Tells this request from any other for the same sandbox. */
   readonly token: string;
   readonly owner?: ProcessId | undefined;
+  /** Its place among all: who wanted something later has a greater number. */
+  readonly order: number;
   readonly change:
     | { readonly verb: 'ADD'; readonly attachment: Attachment; readonly onConflict: 'warn' | 'fail' }
     | { readonly verb: 'DEL'; readonly ifname: string };
@@ -44,7 +46,14 @@ export function hashOf(request: Pick<Request, 'network' | 'containerId'>): strin
 /** A request of this process. */
 export function newRequest(network: string, containerId: string, change: Request['change']): Request {
   const owner = processId('self');
-  return { network, containerId, token: `${process.pid}-${owner?.started ?? 0}`, owner, change };
+  return {
+    network,
+    containerId,
+    token: `${process.pid}-${owner?.started ?? 0}`,
+    owner,
+    order: uptime(),
+    change,
+  };
 }
 
 /** Puts a request into the queue; it takes the place of an older one for the same sandbox. */
@@ -53,7 +62,7 @@ export function enqueue(state: StateFolder, request: Request): void {
 }
 
 /**
- * Takes all requests that wait, also those that a killed process had in its hands. An ADD whose owner is dead is
+ * Takes all requests that wait, the oldest first, also those that a killed process had in its hands. An ADD whose owner is dead is
  * dropped: nobody would hear that it was done. Must be called with the commit lock held.
  */
 export function claim(state: StateFolder): Request[] {
@@ -62,7 +71,7 @@ export function claim(state: StateFolder): Request[] {
   const hashes = new Set(
     names.flatMap((name) => /^([0-9a-f]{21})\.(?:request|taken)$/.exec(name)?.[1] ?? []),
   );
-  return [...hashes].flatMap((hash) => {
+  const requests = [...hashes].flatMap((hash) => {
     const taken = sandboxFiles(state, hash).taken;
     try {
       renameSync(sandboxFiles(state, hash).request, taken);
@@ -74,6 +83,20 @@ export function claim(state: StateFolder): Request[] {
     removeState(taken);
     return [];
   });
+  return inOrder(requests);
+}
+
+/** Requests by their place, those that share one told apart. */
+export function inOrder(requests: readonly Request[]): Request[] {
+  let last = 0;
+  return requests
+    .toSorted((one, other) => one.order - other.order)
+    .map((request) => ({ ...request, order: (last = Math.max(request.order, last + 1)) }));
+}
+
+// Microseconds since the machine was started, in steps of 10,000: the one clock that all processes share and nobody sets.
+function uptime(): number {
+  return Math.round(Number.parseFloat(readFileSync('/proc/uptime', 'utf8')) * 1_000_000);
 }
 
 /** Says whether a request in this process's hands is still the one its owner wants. */
@@ -164,6 +187,7 @@ const requestSchema = once(() =>
     containerId: z.string(),
     token: z.string(),
     owner: z.optional(processSchema()),
+    order: z.number(),
     change: z.discriminatedUnion('verb', [
       z.object({
         verb: z.literal('ADD'),

@@ -22,6 +22,8 @@ export interface Attachment {
 export interface SandboxRecord {
   readonly network: string;
   readonly containerId: string;
+  /** The place of the newest attachment's request among all: the greater is in front. */
+  readonly order: number;
   readonly variant: Variant;
   readonly families: readonly Family[];
   readonly attachments: readonly Attachment[];
@@ -94,6 +96,7 @@ const recordSchema = once(() =>
     format: z.literal(format),
     network: z.string(),
     containerId: z.string(),
+    order: z.number(),
     variant: z.enum(variants),
     families: z.array(z.enum(families)),
     attachments: z.array(attachmentSchema()),

@@ -49,20 +49,20 @@ export function targetOfRequest(
         'network name and container ID are joined in the name of the chain; use another network name',
       );
     const others = before?.attachments.filter(({ ifname }) => ifname !== change.attachment.ifname) ?? [];
-    const after = recordOf(network, containerId, variant, [change.attachment, ...others]);
+    const after = recordOf(request, variant, [change.attachment, ...others]);
     return { hash, before, after, old: tablesOf(before), possible: [], request };
   }
   if (isOther) return undefined;
   if (before === undefined) return { hash, before, after: undefined, old: [], possible: everyTable, request };
   if (!before.attachments.some(({ ifname }) => ifname === change.ifname)) return undefined;
   const rest = before.attachments.filter(({ ifname }) => ifname !== change.ifname);
-  const after = rest.length === 0 ? undefined : recordOf(network, containerId, before.variant, rest);
+  const after = rest.length === 0 ? undefined : recordOf(before, before.variant, rest);
   return { hash, before, after, old: tablesOf(before), possible: [], request };
 }
 
 /** The target that puts a recorded sandbox's rules back, or removes them. */
 export function targetOfRecord(record: SandboxRecord, keep: boolean, variant: Variant): Target {
-  const after = keep ? recordOf(record.network, record.containerId, variant, record.attachments) : undefined;
+  const after = keep ? recordOf(record, variant, record.attachments) : undefined;
   const hash = sandboxHash(record.network, record.containerId);
   return { hash, before: record, after, old: tablesOf(record), possible: [], request: undefined };
 }
@@ -109,11 +109,11 @@ const everyTable: readonly Table[] = [
 ];
 
 function recordOf(
-  network: string,
-  containerId: string,
+  sandbox: Pick<SandboxRecord, 'network' | 'containerId' | 'order'>,
   variant: Variant,
   attachments: readonly Attachment[],
 ): SandboxRecord {
+  const { network, containerId, order } = sandbox;
   const families = [...new Set(attachments.flatMap(({ config }) => familiesOf(config)))];
-  return { network, containerId, variant, families, attachments };
+  return { network, containerId, order, variant, families, attachments };
 }

@@ -1,6 +1,6 @@
 // CHECK, GC and STATUS: verbs that look at the node as it is.
 import { join } from 'node:path';
-import { statSync, utimesSync } from 'node:fs';
+import { statSync } from 'node:fs';
 import { families, type Family } from './address.ts';
 import { checkRules } from './check.ts';
 import {
@@ -16,7 +16,7 @@ import { commitTogether } from './commit.ts';
 import type { CniVariables } from './environment.ts';
 import { PortmapError, toPortmapError } from './errors.ts';
 import { findTools, hasLegacyTable, observe, type Tools, variants } from './iptables.ts';
-import { listMappings, readDispatch, rivalLines } from './listing.ts';
+import { readDispatch, rivalLines } from './listing.ts';
 import { withLock } from './lock.ts';
 import { type NetConf, readValidAttachments } from './netconf.ts';
 import type { NetworkConf } from './network.ts';
@@ -25,7 +25,7 @@ import { newRequest, type Request } from './queue.ts';
 import { type Attachment, readRecord, readRecords } from './record.ts';
 import type { Ruleset } from './restore.ts';
 import type { Surroundings } from './change.ts';
-import { openState, sandboxFiles, readState, type StateFolder, writeState } from './state.ts';
+import { openState, sandboxFiles, type StateFolder, writeState } from './state.ts';
 
 /**
  * Proves that packets for the attachment's mappings reach the container. Changes nothing.
@@ -206,23 +206,36 @@ async function probeTable(family: Family, budget: Budget): Promise<string[]> {
   // On legacy a read is a copy of the whole table, too much for a question that is asked every five seconds.
   if (tools.variant === 'legacy' && hasLegacyTable(family) && !isLookDue(family)) return [];
   const observed = await observe(tools, [dispatchChain], budget);
-  if (listMappings(family, observed).length === 0 && readDispatch(observed).length === 0) return [];
-  return (['PREROUTING', 'OUTPUT'] as const)
-    .filter((chain) => observed.chains.get(chain)?.includes(dispatchJump) !== true)
-    .map((chain) => `${family}: ${chain} has no jump to ${dispatchChain}`);
+  const missing = (['PREROUTING', 'OUTPUT'] as const).filter(
+    (chain) => observed.chains.get(chain)?.includes(dispatchJump) !== true,
+  );
+  // A node without mappings needs no jumps; a sick one is looked at each time.
+  if (missing.length > 0 && readDispatch(observed).length > 0)
+    return missing.map((chain) => `${family}: ${chain} has no jump to ${dispatchChain}`);
+  noteLook(family);
+  return [];
 }
 
-// A stamp in the state folder spaces the deep looks of all processes; without a folder every call looks.
+// A stamp in the state folder spaces the looks of all processes at a healthy table; without a folder every call looks.
 function isLookDue(family: Family): boolean {
-  const state = openState(true);
-  if ('problem' in state) return true;
-  const stamp = join(state.path, `status-${family}`);
+  const stamp = stampFile(family);
   try {
-    if (Date.now() - statSync(stamp).mtimeMs < deepLookMs) return false;
-    utimesSync(stamp, new Date(), new Date());
-    return true;
+    return stamp === undefined || Date.now() - statSync(stamp).mtimeMs >= deepLookMs;
   } catch {
-    if (readState(stamp) === undefined) writeState(stamp, '');
     return true;
   }
+}
+
+function noteLook(family: Family): void {
+  const stamp = stampFile(family);
+  try {
+    if (stamp !== undefined) writeState(stamp, '');
+  } catch {
+    // Then the next call looks again.
+  }
+}
+
+function stampFile(family: Family): string | undefined {
+  const state = openState(false);
+  return 'problem' in state ? undefined : join(state.path, `status-${family}`);
 }

@@ -1,14 +1,12 @@
 // `portmap reapply`: after a firewall reload, the rules of every recorded sandbox again.
-import { statSync } from 'node:fs';
-import { sandboxHash } from '../chain.ts';
 import { commitTogether } from '../commit.ts';
 import { PortmapError } from '../errors.ts';
 import { allowLoopback } from '../host.ts';
 import type { Budget } from '../program.ts';
 import { newRequest } from '../queue.ts';
-import { readRecords, type SandboxRecord } from '../record.ts';
+import { readRecords } from '../record.ts';
 import { isDead } from '../rival.ts';
-import { openState, sandboxFiles, type StateFolder } from '../state.ts';
+import { openState } from '../state.ts';
 
 /**
  * Puts back the rules of every live recorded sandbox, and removes those of dead ones, in one transaction a table.
@@ -24,9 +22,7 @@ export async function reapplyRecords(terminal: {
     throw new PortmapError('IO', `state folder: ${state.problem}`);
   }
   // The oldest first, so that the newest owner of a port is in front again.
-  const records = readRecords(state).toSorted(
-    (one, other) => writtenAt(state, one) - writtenAt(state, other),
-  );
+  const records = readRecords(state).toSorted((one, other) => one.order - other.order);
   const dead = records.filter(isDead);
   const requests = records.flatMap((record) => {
     const [newest] = record.attachments;
@@ -37,9 +33,12 @@ export async function reapplyRecords(terminal: {
       );
     for (const { config } of record.attachments)
       for (const warning of allowLoopback(config)) terminal.warn(warning);
-    return [
-      newRequest(record.network, record.containerId, { verb: 'ADD', attachment: newest, onConflict: 'warn' }),
-    ];
+    const request = newRequest(record.network, record.containerId, {
+      verb: 'ADD',
+      attachment: newest,
+      onConflict: 'warn',
+    });
+    return [{ ...request, order: record.order }];
   });
   const numbered = requests.map((request, index) => ({ ...request, token: `${request.token}-${index}` }));
   const answers = await commitTogether(numbered, state, terminal.budget);
@@ -47,12 +46,4 @@ export async function reapplyRecords(terminal: {
   const failed = answers.flatMap(({ error }) => error ?? []);
   if (failed[0] !== undefined) throw failed[0];
   return `${records.length - dead.length} sandbox(es) put back, ${dead.length} dead one(s) dropped`;
-}
-
-function writtenAt(state: StateFolder, record: SandboxRecord): number {
-  try {
-    return statSync(sandboxFiles(state, sandboxHash(record.network, record.containerId)).record).mtimeMs;
-  } catch {
-    return 0;
-  }
 }
