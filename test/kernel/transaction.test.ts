@@ -86,6 +86,12 @@ describe.each(variants)('iptables-%s', (variant) => {
       ips: [{ address: `${c1.v4}/16`, gateway: addresses.bridge.v4 }],
     },
   });
+  const counts = async (conf: Netconf): Promise<Record<string, number>> => {
+    const add = await trace('ADD', conf);
+    const check = await trace('CHECK', conf);
+    const del = await trace('DEL', conf);
+    return { add: add.programs.length, check: check.programs.length, del: del.programs.length };
+  };
   const perFamily = variant === 'legacy' ? 1 : 0;
 
   test('ADD and DEL take the xtables lock once for each family they change', async () => {
@@ -128,6 +134,14 @@ describe.each(variants)('iptables-%s', (variant) => {
     }
     const bare = await trace('DEL', { cniVersion: '1.0.0', name: 'lab', type: 'portmap' });
     expect(bare.programs, bare.text).toEqual([]);
+  });
+
+  test('a family costs one read and one write, and one look at the flows for each protocol without a handshake', async () => {
+    const tcp = [{ hostPort: 8080, containerPort: 80, protocol: 'tcp' }];
+    expect(await counts(onlyV4(netconf(c1, tcp)))).toEqual({ add: 2, check: 1, del: 2 });
+    expect(await counts(netconf(c1, tcp))).toEqual({ add: 4, check: 2, del: 4 });
+    // tcp, udp and sctp: two protocols with flows, in two families.
+    expect(await counts(netconf(c1, mappings(3)))).toEqual({ add: 8, check: 2, del: 8 });
   });
 
   test('a thousand mappings run the same programs as three, and are added in less than a second', async () => {
