@@ -7,7 +7,7 @@
 // executables.
 import { execFileSync, spawnSync } from 'node:child_process';
 import { existsSync, mkdirSync, readFileSync, writeFileSync } from 'node:fs';
-import { cpus, release, totalmem } from 'node:os';
+import { cpus, loadavg, release, totalmem } from 'node:os';
 import { fileURLToPath } from 'node:url';
 import { parseArgs } from 'node:util';
 import * as z from 'zod';
@@ -65,6 +65,9 @@ const inVariant = (stage: StageName, variant: Variant): boolean =>
 
 const ours = process.env['PORTMAP_BIN'] ?? `${root}/dist/portmap`;
 if (!existsSync(ours)) throw new Error(`${ours} is missing: npm run build`);
+const busy = loadavg()[0] ?? 0;
+if (busy > 0.7)
+  process.stderr.write(`bench: the machine is busy (load ${busy.toFixed(1)}): ratios suffer, times more\n`);
 const upstream = findUpstream();
 const commit = output('git', '-C', root, 'describe', '--always', '--dirty', '--exclude', '*');
 const machine = [
