@@ -144,7 +144,7 @@ describe.each(variants)('iptables-%s', (variant) => {
     expect(await counts(netconf(c1, mappings(3)))).toEqual({ add: 8, check: 2, del: 8 });
   });
 
-  test('a thousand mappings run the same programs as three, and are added in less than a second', async () => {
+  test('a thousand mappings run the same programs as three, and are added within a second', async () => {
     const programs = async (verb: Verb, conf: Netconf): Promise<readonly string[]> => {
       await node.expectPlugin(verb === 'ADD' ? 'DEL' : 'ADD', conf, c1);
       return (await trace(verb, conf)).programs;
@@ -154,14 +154,14 @@ describe.each(variants)('iptables-%s', (variant) => {
       const expected = await programs(verb, few);
       expect(await programs(verb, many), verb).toEqual(expected);
     }
-    // The best of a few, for whoever shares the machine with the test.
-    let fastest = Number.POSITIVE_INFINITY;
-    for (let round = 0; round < 5 && fastest >= 1_000; round += 1) {
-      const start = performance.now();
-      await node.expectPlugin('ADD', many, c1);
-      fastest = Math.min(fastest, performance.now() - start);
-    }
-    expect(fastest).toBeLessThan(1_000);
+    // CPU time, its own and its children's: what others do on the machine meanwhile must not decide.
+    const { stderr } = await node.expectPlugin('ADD', many, c1, {
+      under: ['/bin/bash', '-c', 'TIMEFORMAT="%U %S"; time "$0"'],
+    });
+    const [user = Number.NaN, system = Number.NaN] = (stderr.trim().split('\n').at(-1) ?? '')
+      .split(' ')
+      .map(Number);
+    expect(user + system, stderr).toBeLessThan(1);
     expect((await node.rules('v6')).match(/-j DNAT/g)).toHaveLength(999);
   });
 
