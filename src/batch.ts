@@ -360,11 +360,13 @@ function settleRivals(
   return { kept, evicted: [...evicted.values()] };
 }
 
-// Writes what will be, or puts back what was. A record that can't be written is a problem to report, not a failure.
+// Writes what will be, or puts back what was; a sandbox that goes keeps its record until it is gone. A record that can't
+// be written is a problem to report, not a failure.
 function saveRecords(targets: readonly Target[], context: BatchContext, which: 'before' | 'after'): string[] {
   const { state } = context;
   if (state === undefined) return [];
   return targets.flatMap((target) => {
+    if (target.after === undefined) return [];
     const record = target[which];
     try {
       if (record !== undefined) writeRecord(state, record);

@@ -4,7 +4,7 @@
 import { join } from 'node:path';
 import { type BatchContext, commitPlan, planBatch } from './batch.ts';
 import { PortmapError, toPortmapError } from './errors.ts';
-import { type HeldLock, lockBusy, tryLock, withLock } from './lock.ts';
+import { type HeldLock, lockBusy, tryLock, watchLock, withLock } from './lock.ts';
 import { type Budget, sleep } from './program.ts';
 import {
   type Answer,
@@ -46,13 +46,14 @@ export async function submit(
   }
   enqueue(state, request);
   const lock = commitLock(state);
+  const watch = watchLock(lock);
   for (let wait = firstWaitMs; ; wait = Math.min(wait * 2, longestWaitMs)) {
     if (!isQueued(state, hashOf(request))) return settle(readAnswer(state, request));
     if (budget.signal.aborted) {
       withdraw(state, request);
       throw outOfTime(budget, lockBusy(lock));
     }
-    const held = await tryLock(lock);
+    const held = await tryLock(watch);
     if (held === undefined) {
       await sleep(wait * (0.5 + Math.random()), budget);
       continue;

@@ -11,13 +11,15 @@ import * as z from 'zod/mini';
 import { PortmapError, systemCode } from './errors.ts';
 import { once } from './once.ts';
 import { type Budget, isRunning, type ProcessId, processId, sleep } from './program.ts';
-import { readState, removeState, writeState } from './state.ts';
+import { isPresent, readState, removeState, writeState } from './state.ts';
 
 /**
  * The bound after which any lock of a dead process is free, in milliseconds. It is longer than a child can outlive a
  * killed call: the longest wait for the xtables lock plus the time one transaction takes on the largest tables.
  */
 export const staleMs = 20_000;
+
+const lookMs = 500;
 
 /** A lock that is held. */
 export interface HeldLock {
@@ -26,13 +28,31 @@ export interface HeldLock {
   readonly release: () => Promise<void>;
 }
 
-/** Takes the lock on `file` if it is free, or if its holder is dead. Never waits for a live holder. */
-export async function tryLock(file: string): Promise<HeldLock | undefined> {
+/** What one process has seen of a lock while it waits for it. */
+export interface LockWatch {
+  readonly file: string;
+  nextLookMs: number;
+}
+
+/** Begins to wait for the lock on `file`. */
+export function watchLock(file: string): LockWatch {
+  return { file, nextLookMs: 0 };
+}
+
+/**
+ * Takes the lock if it is free, or if its holder is dead. Never waits for a live holder. While the lock is seen to be
+ * held, whose it is and whether it is stale is looked into only now and then: a hundred calls wait for one.
+ */
+export async function tryLock(watch: LockWatch): Promise<HeldLock | undefined> {
+  const paths = lockPaths(watch.file);
+  if (isPresent(paths.lock)) {
+    if (performance.now() < watch.nextLookMs) return undefined;
+    watch.nextLookMs = performance.now() + lookMs * (0.5 + Math.random());
+  }
   const { lock } = await import('proper-lockfile');
-  const paths = lockPaths(file);
   for (const attempt of [1, 2]) {
     try {
-      const release = await lock(file, {
+      const release = await lock(watch.file, {
         realpath: false,
         lockfilePath: paths.lock,
         stale: staleMs,
@@ -64,8 +84,9 @@ export async function withLock<T>(
   budget: Budget,
   work: (held: HeldLock) => Promise<T>,
 ): Promise<T> {
+  const watch = watchLock(file);
   for (let wait = 4; ; wait = Math.min(wait * 2, 60)) {
-    const held = await tryLock(file);
+    const held = await tryLock(watch);
     if (held !== undefined) {
       try {
         return await work(held);
@@ -81,7 +102,7 @@ export async function withLock<T>(
 /** The error for a lock that was not had in time. */
 export function lockBusy(file: string): PortmapError {
   const { lock, holder } = lockPaths(file);
-  const pid = readHolder(holder)[0]?.pid;
+  const pid = readHolder(readState(holder))[0]?.pid;
   return new PortmapError(
     'BUSY',
     `${lock}: held by ${pid === undefined ? 'another call' : `process ${pid}`} for the whole time this call has`,
@@ -111,25 +132,28 @@ function heldLock(holder: string, release: () => Promise<void>): HeldLock {
   };
 }
 
-// Removes a lock whose holder is dead; says whether it did. Renaming the holder's file is what only one can do, so
-// no two processes remove a lock, and none removes the lock of the next holder.
+// Removes a lock whose holder is dead; says whether it did. Renaming the holder's file is what only one can do; that it
+// is still the dead holder's is looked at after, for the lock may have been given up and taken since it was read.
 function breakDeadLock(paths: { lock: string; holder: string }): boolean {
-  const processes = readHolder(paths.holder);
+  const text = readState(paths.holder);
+  const processes = readHolder(text);
   if (processes.length === 0 || processes.some(isRunning)) return false;
   const claimed = `${paths.holder}.${process.pid}`;
   try {
     renameSync(paths.holder, claimed);
+    const isSame = readState(claimed) === text;
     removeState(claimed);
-    rmdirSync(paths.lock);
-    return true;
+    // A live holder that lost its name this way keeps its lock; only the bound tells then when it has died.
+    if (isSame) rmdirSync(paths.lock);
+    return isSame;
   } catch {
     return false;
   }
 }
 
-function readHolder(holder: string): ProcessId[] {
+function readHolder(text: string | undefined): ProcessId[] {
   try {
-    return z.parse(z.array(processSchema()), JSON.parse(readState(holder) ?? '[]'));
+    return z.parse(z.array(processSchema()), JSON.parse(text ?? '[]'));
   } catch {
     return [];
   }
