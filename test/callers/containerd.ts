@@ -236,15 +236,13 @@ export async function openContainerdNode(options: {
       await deleteNetns(sandbox);
     },
     removeSandboxes: async () => {
-      const failures: unknown[] = [];
-      for (const id of await runtime().listPodSandbox()) {
-        await runtime()
-          .stopPodSandbox(id)
-          .then(() => runtime().removePodSandbox(id))
-          .catch((error: unknown) => failures.push(error));
-      }
-      if (failures.length > 0)
-        throw new AggregateError(failures, `stopping sandboxes: ${failures.join('\n')}`);
+      const ids = await runtime().listPodSandbox();
+      // Removing stops first.
+      const outcomes = await Promise.allSettled(ids.map((id) => runtime().removePodSandbox(id)));
+      const failures = outcomes.flatMap((outcome) =>
+        outcome.status === 'rejected' ? [String(outcome.reason)] : [],
+      );
+      if (failures.length > 0) throw new Error(`sandboxes stay: ${failures.join('\n')}`);
     },
   };
 }
