@@ -15,12 +15,14 @@ import {
   type Ruleset,
   type Transaction,
 } from './restore.ts';
+import { readDispatch } from './listing.ts';
 import { contestedBy, findRivals, isDead } from './rival.ts';
 import type { StateFolder } from './state.ts';
 import {
   type Table,
   tableKey,
   tablesOfTarget,
+  chainTaken,
   type Target,
   targetOfRecord,
   targetOfRequest,
@@ -95,8 +97,11 @@ export async function planTargets(
     if (target.request !== undefined) failures.set(target.request.token, error);
   };
   const viable = targets.filter((target) => {
-    const error = obstacle(target, views);
-    if (error !== undefined) fail(target, error);
+    const owner = foreignOwner(target, views);
+    const error = owner === undefined ? obstacle(target, views) : chainTaken(target.hash, owner);
+    // Another sandbox's chain is not this one's to remove, so there is nothing to do.
+    const isDone = owner !== undefined && target.request?.change.verb === 'DEL';
+    if (error !== undefined && !isDone) fail(target, error);
     return error === undefined;
   });
   const { kept, evicted } = settleRivals(viable, context, views, fail, warnings);
@@ -290,6 +295,24 @@ function obstacle(target: Target, views: ReadonlyMap<string, View>): PortmapErro
       );
   }
   return undefined;
+}
+
+// The sandbox that a chain belongs to by the comment of the line that leads there, if that is another than the target's
+// and no record says better. A comment that was cut names nobody.
+function foreignOwner(
+  target: Target,
+  views: ReadonlyMap<string, View>,
+): { network: string; containerId: string } | undefined {
+  const { request, before, hash } = target;
+  if (request === undefined || before !== undefined) return undefined;
+  return [...views.values()]
+    .flatMap(({ observed }) => (observed === undefined ? [] : readDispatch(observed)))
+    .flatMap(({ chain, network, containerId }) =>
+      chain === `${sandboxPrefix}${hash}` && network !== undefined && containerId !== undefined
+        ? [{ network, containerId }]
+        : [],
+    )
+    .find((owner) => owner.network !== request.network || owner.containerId !== request.containerId);
 }
 
 function newMappings(target: Target, table: Table): readonly PortMapping[] {

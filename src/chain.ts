@@ -85,11 +85,14 @@ export function sandboxRules(
 /** The jump that both hooks have: only packets for an address of this node are looked at (CVE-2025-67499). */
 export const dispatchJump = `-m addrtype --dst-type LOCAL -j ${dispatchChain}`;
 
-/** Says which mappings of an attachment have rules in a family. */
+/**
+ * Says which mappings of an attachment have rules in a family. A mapping of `::1` has none: the kernel routes no packet
+ * from there to a container, and a refused connection is better than one that hangs.
+ */
 export function mappingsOf(family: Family, attachment: AttachmentConfig): readonly PortMapping[] {
   if (attachment.addresses[family] === undefined) return [];
   return attachment.mappings.filter(
-    (mapping) => mapping.hostIP === undefined || mapping.hostIP.family === family,
+    ({ hostIP }) => hostIP === undefined || (hostIP.family === family && hostIP.text !== '::1'),
   );
 }
 

@@ -226,7 +226,7 @@ function configWarnings(attachment: AttachmentConfig): string[] {
     ),
     ...loopback6.map(
       (mapping) =>
-        `${describeMapping(mapping)}: the kernel routes no packet from ::1 to a container; use another host address`,
+        `${describeMapping(mapping)}: not mapped: the kernel routes no packet from ::1 to a container; use another host address`,
     ),
     ...shadowed.map(
       (mapping) =>

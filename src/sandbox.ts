@@ -55,31 +55,37 @@ export async function deleteSandbox(
     import('./change.ts'),
     import('./host.ts'),
   ]);
-  const flows = await flowsOf(network, containerId, ifname);
+  const known = await knowledgeOf(network, containerId, ifname);
   try {
     await changeSandbox(network.name, containerId, { verb: 'DEL', ifname }, call);
   } catch (error) {
     throw asTryAgain(error);
   }
-  for (const warning of await dropStaleFlows(flows, 'to this container', call.budget)) call.warn(warning);
+  for (const warning of await dropStaleFlows(known.config, 'to this container', call.budget))
+    call.warn(warning);
+  if (!known.isRecorded) {
+    const { removeUpstreamRules } = await import('./nftables.ts');
+    const state = openState(false);
+    await removeUpstreamRules(containerId, 'problem' in state ? undefined : state, call.budget);
+  }
 }
 
-// The flows to end with a sandbox: of what its record says, or of what the netconf says where no record can be had.
-// Runtimes repeat DEL; one without a record has nothing behind it any more.
-async function flowsOf(
+// What a DEL without mappings of its own knows of the sandbox: its record, or what the netconf says where no record can
+// be had. Runtimes repeat DEL; one without a record has no flows behind it any more.
+async function knowledgeOf(
   network: NetworkConf,
   containerId: string,
   ifname: string,
-): Promise<Pick<AttachmentConfig, 'mappings' | 'addresses'>> {
+): Promise<{ config: Pick<AttachmentConfig, 'mappings' | 'addresses'>; isRecorded: boolean }> {
   const [{ readRecord }, { readRemnants }] = await Promise.all([
     import('./record.ts'),
     import('./netconf.ts'),
   ]);
   const state = openState(false);
   const record = 'problem' in state ? 'unknown' : readRecord(state, sandboxHash(network.name, containerId));
-  if (record === 'missing') return { mappings: [], addresses: {} };
+  if (record === 'missing') return { config: { mappings: [], addresses: {} }, isRecorded: false };
   const recorded = record === 'unknown' ? undefined : record.attachments.find((one) => one.ifname === ifname);
-  return recorded?.config ?? readRemnants(network, ifname);
+  return { config: recorded?.config ?? readRemnants(network, ifname), isRecorded: recorded !== undefined };
 }
 
 // Says whether the state folder has anything on a sandbox, or can't be asked.

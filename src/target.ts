@@ -42,12 +42,7 @@ export function targetOfRequest(
   const before = typeof record === 'string' ? undefined : record;
   const isOther = before !== undefined && (before.network !== network || before.containerId !== containerId);
   if (change.verb === 'ADD') {
-    if (isOther)
-      throw new PortmapError(
-        'CHAIN_TAKEN',
-        `chain ${sandboxPrefix}${hash} belongs to container ${before.containerId} on network ${before.network}`,
-        'network name and container ID are joined in the name of the chain; use another network name',
-      );
+    if (isOther) throw chainTaken(hash, before);
     const others = before?.attachments.filter(({ ifname }) => ifname !== change.attachment.ifname) ?? [];
     const after = recordOf(request, variant, [change.attachment, ...others]);
     return { hash, before, after, old: tablesOf(before), possible: [], request };
@@ -58,6 +53,18 @@ export function targetOfRequest(
   const rest = before.attachments.filter(({ ifname }) => ifname !== change.ifname);
   const after = rest.length === 0 ? undefined : recordOf(before, before.variant, rest);
   return { hash, before, after, old: tablesOf(before), possible: [], request };
+}
+
+/** The error for a sandbox whose chain name is another's already. */
+export function chainTaken(
+  hash: string,
+  owner: { readonly network: string; readonly containerId: string },
+): PortmapError {
+  return new PortmapError(
+    'CHAIN_TAKEN',
+    `chain ${sandboxPrefix}${hash} belongs to container ${owner.containerId} on network ${owner.network}`,
+    'network name and container ID are joined in the name of the chain; use another network name',
+  );
 }
 
 /** The target that puts a recorded sandbox's rules back, or removes them. */
