@@ -33,10 +33,10 @@ export async function wipe(node: LabNode): Promise<void> {
   );
 }
 
-/** The files in the state folder; the folders that stay are not among them. */
+/** What the state folder holds on sandboxes; what it notes of the node as a whole may stay. */
 export async function stateFiles(node: LabNode): Promise<string[]> {
   const found = await readdir(`${node.root}/run/portmap`, { recursive: true }).catch((): string[] => []);
-  return found.filter((name) => name !== 'queue' && !name.startsWith('status-')).toSorted();
+  return found.filter((name) => !/^(?:queue|status-\S+|no-upstream-nftables)$/.test(name)).toSorted();
 }
 
 /** The rules of one chain, without its name. */
