@@ -1,121 +1,15 @@
-// One round for any number of sandboxes: observe the tables they touch, plan, commit one transaction a table. All
-// tables or none: when one is refused, those that were committed are taken back.
+// Commits a plan: one transaction a table, all tables or none. When one is refused, those that were committed are taken
+// back before the failure is told.
 import { PortmapError, toPortmapError } from './errors.ts';
-import { commit, findTools, hasLegacyTable, observe, type Tools, type Variant } from './iptables.ts';
-import { dispatchChain, mappingsOf, retiredChain, sandboxPrefix } from './chain.ts';
-import { describeMapping, type PortMapping } from './netconf.ts';
-import { type Budget, graceBudget } from './program.ts';
-import { hashOf, type Request } from './queue.ts';
-import { readRecord, removeRecord, type SandboxRecord, writeRecord } from './record.ts';
-import {
-  invertTransaction,
-  planTransaction,
-  renderTransaction,
-  targetOf,
-  type Ruleset,
-  type Transaction,
-} from './restore.ts';
-import { readDispatch } from './listing.ts';
-import { contestedBy, findRivals, isDead } from './rival.ts';
-import type { StateFolder } from './state.ts';
-import {
-  type Table,
-  tableKey,
-  tablesOfTarget,
-  chainTaken,
-  type Target,
-  targetOfRecord,
-  targetOfRequest,
-  wantedOf,
-} from './target.ts';
+import { commit, observe } from './iptables.ts';
+import type { BatchContext, Plan, PlannedTable } from './plan.ts';
+import { graceBudget } from './program.ts';
+import { removeRecord, writeRecord } from './record.ts';
+import { changedChains, invertTransaction, isApplied, renderTransaction } from './restore.ts';
+import type { Target } from './target.ts';
 
-// The call may be over its time when one family has to be put back because the other failed.
+// The call may be over its time when a family has to be put back.
 const undoMs = 5000;
-
-/** Where a batch works: the state folder if there is one, and the time it has. */
-export interface BatchContext {
-  readonly budget: Budget;
-  readonly state: StateFolder | undefined;
-}
-
-/** One table with what was seen of it and what is to be done. */
-export interface PlannedTable {
-  readonly table: Table;
-  readonly tools: Tools;
-  readonly observed: Ruleset;
-  readonly transaction: Transaction;
-}
-
-/** A plan for several targets. Requests that can't be planned are in `failures`, by token. */
-export interface Plan {
-  readonly targets: readonly Target[];
-  readonly tables: readonly PlannedTable[];
-  readonly failures: ReadonlyMap<string, PortmapError>;
-  readonly warnings: ReadonlyMap<string, readonly string[]>;
-}
-
-/**
- * Observes and plans; changes nothing.
- * @throws PortmapError when a table that is there could not be read: nothing is then known of any request.
- */
-export async function planBatch(requests: readonly Request[], context: BatchContext): Promise<Plan> {
-  const failures = new Map<string, PortmapError>();
-  const warnings = new Map<string, string[]>();
-  const variant = requests.some(({ change }) => change.verb === 'ADD')
-    ? await defaultVariant(context.budget)
-    : 'nft';
-  const targets = new Map<string, Target>();
-  for (const request of requests) {
-    try {
-      const earlier = targets.get(hashOf(request));
-      if (earlier !== undefined && earlier.after === undefined && request.change.verb === 'DEL') continue;
-      const record = earlier === undefined ? recordOfSandbox(context, request) : (earlier.after ?? 'missing');
-      const target = targetOfRequest(request, record, variant);
-      // A later request for the same sandbox goes on from what the earlier one leaves.
-      if (target !== undefined)
-        targets.set(
-          target.hash,
-          earlier === undefined ? target : { ...target, before: earlier.before, old: earlier.old },
-        );
-    } catch (error) {
-      failures.set(request.token, toPortmapError(error));
-    }
-  }
-  return planTargets([...targets.values()], context, failures, warnings);
-}
-
-/** Plans for targets that are already made. */
-export async function planTargets(
-  targets: readonly Target[],
-  context: BatchContext,
-  failures = new Map<string, PortmapError>(),
-  warnings = new Map<string, string[]>(),
-): Promise<Plan> {
-  const views = new Map<string, View>();
-  await view(targets, context, views);
-  const fail = (target: Target, error: PortmapError) => {
-    if (target.request !== undefined) failures.set(target.request.token, error);
-  };
-  const viable = targets.filter((target) => {
-    const owner = foreignOwner(target, views);
-    const error = owner === undefined ? obstacle(target, views) : chainTaken(target.hash, owner);
-    // Another sandbox's chain is not this one's to remove, so there is nothing to do.
-    const isDone = owner !== undefined && target.request?.change.verb === 'DEL';
-    if (error !== undefined && !isDone) fail(target, error);
-    return error === undefined;
-  });
-  const { kept, evicted } = settleRivals(viable, context, views, fail, warnings);
-  await view(evicted, context, views);
-  const final = [...kept, ...evicted.filter((target) => obstacle(target, views) === undefined)];
-  const tables = [...views.values()].flatMap(({ table, tools, observed }) => {
-    if (tools === undefined || observed === undefined) return [];
-    const wanted = final
-      .filter((target) => tablesOfTarget(target).some((other) => tableKey(other) === tableKey(table)))
-      .map((target) => wantedOf(target, table));
-    return [{ table, tools, observed, transaction: planTransaction(observed, wanted) }];
-  });
-  return { targets: final, tables, failures, warnings };
-}
 
 /**
  * Commits a plan, records first. `cover` gets the number of each process that changes a table.
@@ -142,245 +36,35 @@ export async function commitPlan(
       if (after === undefined && context.state !== undefined) removeRecord(context.state, hash);
     return problems;
   }
-  const done = todo.filter((_, index) => results[index]?.status === 'fulfilled');
-  const undone = await Promise.allSettled(
-    done.map(({ tools, transaction }) =>
-      commit(tools, renderTransaction(invertTransaction(transaction)), graceBudget(undoMs), cover),
-    ),
-  );
-  saveRecords(plan.targets, context, 'before');
+  const undone = await Promise.allSettled(todo.map((planned, index) => undo(planned, results[index], cover)));
   const stuck = undone.flatMap((result) =>
     result.status === 'rejected' ? [toPortmapError(result.reason)] : [],
   );
+  // A record without rules costs nothing; rules without a record are never found again by a DEL without mappings.
+  if (stuck.length === 0) saveRecords(plan.targets, context, 'before');
   if (stuck.length === 0) throw first;
   const reason = stuck.map((error) => error.message).join('; ');
   throw new PortmapError(
     first.code,
     first.message,
-    `${first.details}; the other family could not be put back: ${reason}`,
+    `${first.details}; a family could not be put back: ${reason}; DEL removes what is left`,
   );
 }
 
-interface View {
-  readonly table: Table;
-  readonly tools: Tools | undefined;
-  readonly observed: Ruleset | undefined;
-  /** Why the table can't be used; set when `tools` or `observed` is not. */
-  readonly error: PortmapError | undefined;
-}
-
-async function defaultVariant(budget: Budget): Promise<Variant> {
-  // The node's own choice. IPv6-only nodes may have no iptables, others no ip6tables.
-  try {
-    return (await findTools('ipv4', undefined, budget)).variant;
-  } catch (error) {
-    try {
-      return (await findTools('ipv6', undefined, budget)).variant;
-    } catch {
-      throw error;
-    }
-  }
-}
-
-function recordOfSandbox(context: BatchContext, request: Request): SandboxRecord | 'missing' | 'unknown' {
-  return context.state === undefined ? 'unknown' : readRecord(context.state, hashOf(request));
-}
-
-// Reads the tables of these targets that were not read yet.
-async function view(
-  targets: readonly Target[],
-  context: BatchContext,
-  views: Map<string, View>,
+// Takes back a transaction that was committed, or that may have been.
+async function undo(
+  planned: PlannedTable,
+  result: PromiseSettledResult<void> | undefined,
+  cover: (pid: number) => void,
 ): Promise<void> {
-  const tables = new Map(
-    targets.flatMap((target) => tablesOfTarget(target).map((table) => [tableKey(table), table])),
-  );
-  const missing = [...tables].filter(([key]) => !views.has(key)).map(([, table]) => table);
-  const found = await Promise.all(missing.map((table) => viewTable(table, targets, context.budget)));
-  for (const one of found) views.set(tableKey(one.table), one);
-}
-
-async function viewTable(table: Table, targets: readonly Target[], budget: Budget): Promise<View> {
-  let tools: Tools | undefined;
-  try {
-    // Reading a legacy table makes it; where the kernel has none there is nothing to find.
-    const here = targets.filter((target) =>
-      tablesOfTarget(target).some((other) => tableKey(other) === tableKey(table)),
-    );
-    const isCertain = here.some(
-      (target) => !target.possible.some((other) => tableKey(other) === tableKey(table)),
-    );
-    if (!isCertain && table.variant === 'legacy' && !hasLegacyTable(table.family))
-      throw new PortmapError('UNAVAILABLE', `no legacy nat table for ${table.family}`);
-    tools = await findTools(table.family, table.variant, budget);
-    const observed = await observe(tools, askedChains(here, table), budget);
-    const more = table.variant === 'nft' ? unreadChains(here, table, observed) : [];
-    return {
-      table,
-      tools,
-      observed: more.length === 0 ? observed : await observeMore(tools, observed, more, budget),
-      error: undefined,
-    };
-  } catch (error) {
-    const problem = toPortmapError(error);
-    if (problem.code !== 'UNAVAILABLE') throw problem;
-    return { table, tools, observed: undefined, error: problem };
+  const { tools, transaction } = planned;
+  const budget = graceBudget(undoMs);
+  if (result?.status === 'rejected') {
+    if (!toPortmapError(result.reason).isUncertain) return;
+    const seen = await observe(tools, changedChains(transaction), budget);
+    if (!isApplied(transaction, seen)) return;
   }
-}
-
-// The chains most likely to be there first, because the nft variant's read ends at the first that is not. Whether a
-// sandbox's own chain is there matters only when it stands alone; for many, the transaction is made to fit both.
-function askedChains(targets: readonly Target[], table: Table): string[] {
-  const rules = targets.flatMap((target) => wantedOf(target, table).rules ?? []);
-  const shared = rules.flatMap(({ marks, external }) => [...marks.map(({ name }) => name), ...external]);
-  const own = targets.length === 1 ? targets.map(({ hash }) => `${sandboxPrefix}${hash}`) : [];
-  return [...new Set([dispatchChain, ...shared, ...own])];
-}
-
-// Chains whose content is needed and known to be there: those of rivals, and of sandboxes whose rules are replaced in
-// both families, for they may have to be put back.
-function unreadChains(targets: readonly Target[], table: Table, observed: Ruleset): string[] {
-  const dispatched = new Set((observed.chains.get(dispatchChain) ?? []).map(targetOf));
-  const own = targets
-    .filter((target) => tablesOfTarget(target).length > 1)
-    .map(({ hash }) => `${sandboxPrefix}${hash}`)
-    .filter((chain) => dispatched.has(chain));
-  const rivals = targets.flatMap((target) =>
-    findRivals(
-      table.family,
-      observed,
-      `${sandboxPrefix}${target.hash}`,
-      newMappings(target, table),
-      () => undefined,
-    ).map(({ chain }) => chain),
-  );
-  const retired = [...(observed.chains.get('POSTROUTING') ?? [])]
-    .map(targetOf)
-    .filter((chain) => chain === retiredChain);
-  return [...new Set([...own, ...rivals, ...retired])].filter((chain) => !observed.chains.has(chain));
-}
-
-async function observeMore(
-  tools: Tools,
-  observed: Ruleset,
-  chains: readonly string[],
-  budget: Budget,
-): Promise<Ruleset> {
-  const more = await observe(tools, chains, budget);
-  return {
-    chains: new Map([...observed.chains, ...more.chains]),
-    absent: new Set([...observed.absent, ...more.absent]),
-  };
-}
-
-// What keeps a target from being planned: a table it needs can't be used, or another program's chain is missing.
-function obstacle(target: Target, views: ReadonlyMap<string, View>): PortmapError | undefined {
-  for (const table of tablesOfTarget(target)) {
-    const seen = views.get(tableKey(table));
-    const wanted = wantedOf(target, table);
-    if (seen?.error !== undefined && !target.possible.some((other) => tableKey(other) === tableKey(table))) {
-      if (target.after !== undefined || target.request?.change.verb === 'ADD') return seen.error;
-      return new PortmapError(
-        'BUSY',
-        `rules of container ${target.before?.containerId} may be left: ${seen.error.message}`,
-        seen.error.details,
-      );
-    }
-    const external = wanted.rules?.external.find((chain) => seen?.observed?.absent.has(chain) === true);
-    if (external !== undefined)
-      return new PortmapError(
-        'CONFIG',
-        `externalSetMarkChain: chain ${JSON.stringify(external)} is missing from the ${table.family} nat table`,
-        'portmap makes no chain of another program; remove externalSetMarkChain from the netconf to use the plugin’s own',
-      );
-  }
-  return undefined;
-}
-
-// The sandbox that a chain belongs to by the comment of the line that leads there, if that is another than the target's
-// and no record says better. A comment that was cut names nobody.
-function foreignOwner(
-  target: Target,
-  views: ReadonlyMap<string, View>,
-): { network: string; containerId: string } | undefined {
-  const { request, before, hash } = target;
-  if (request === undefined || before !== undefined) return undefined;
-  return [...views.values()]
-    .flatMap(({ observed }) => (observed === undefined ? [] : readDispatch(observed)))
-    .flatMap(({ chain, network, containerId }) =>
-      chain === `${sandboxPrefix}${hash}` && network !== undefined && containerId !== undefined
-        ? [{ network, containerId }]
-        : [],
-    )
-    .find((owner) => owner.network !== request.network || owner.containerId !== request.containerId);
-}
-
-function newMappings(target: Target, table: Table): readonly PortMapping[] {
-  const { request, after } = target;
-  if (request?.change.verb !== 'ADD' || after?.variant !== table.variant) return [];
-  return mappingsOf(table.family, request.change.attachment.config);
-}
-
-// Dead owners of a wanted port are evicted; live or unknown ones are named, or make the request fail.
-function settleRivals(
-  targets: readonly Target[],
-  context: BatchContext,
-  views: ReadonlyMap<string, View>,
-  fail: (target: Target, error: PortmapError) => void,
-  warnings: Map<string, string[]>,
-): { kept: Target[]; evicted: Target[] } {
-  const inBatch = new Set(targets.map(({ hash }) => `${sandboxPrefix}${hash}`));
-  const evicted = new Map<string, Target>();
-  const kept: Target[] = [];
-  const recordOf = (hash: string) => {
-    const record = context.state === undefined ? 'missing' : readRecord(context.state, hash);
-    return typeof record === 'string' ? undefined : record;
-  };
-  for (const target of targets) {
-    const change = target.request?.change;
-    const named = new Set<string>();
-    for (const { table, observed } of views.values()) {
-      const mappings = newMappings(target, table);
-      if (mappings.length === 0 || observed === undefined) continue;
-      for (const rival of findRivals(
-        table.family,
-        observed,
-        `${sandboxPrefix}${target.hash}`,
-        mappings,
-        recordOf,
-      )) {
-        if (inBatch.has(rival.chain)) continue;
-        if (rival.dead === undefined) named.add(rival.description);
-        else evicted.set(rival.chain, targetOfRecord(rival.dead, false, rival.dead.variant));
-      }
-      // Those that come to the table together do not see each other there.
-      for (const { after } of kept)
-        if (after?.variant === table.variant && !isDead(after))
-          for (const mapping of contestedBy(table.family, after, mappings))
-            named.add(
-              `${describeMapping(mapping)}: host port already mapped for container ${after.containerId} on network ${after.network}`,
-            );
-    }
-    if (named.size > 0 && change?.verb === 'ADD' && target.request !== undefined) {
-      if (change.onConflict === 'fail') {
-        fail(
-          target,
-          new PortmapError(
-            'PORT_TAKEN',
-            [...named].join('; '),
-            'stop the other container, or map another host port',
-          ),
-        );
-        continue;
-      }
-      warnings.set(
-        target.request.token,
-        [...named].map((text) => `${text}; this sandbox now gets its traffic`),
-      );
-    }
-    kept.push(target);
-  }
-  return { kept, evicted: [...evicted.values()] };
+  await commit(tools, renderTransaction(invertTransaction(transaction)), budget, cover);
 }
 
 // Writes what will be, or puts back what was; a sandbox that goes keeps its record until it is gone. A record that can't

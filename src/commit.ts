@@ -2,10 +2,11 @@
 // gets the node's commit lock works for all; a call that finds its request gone is finished. Everything is
 // idempotent, so a process killed half-way costs nothing: the next one does it again.
 import { join } from 'node:path';
-import { type BatchContext, commitPlan, planBatch } from './batch.ts';
+import { commitPlan } from './batch.ts';
 import { PortmapError, toPortmapError } from './errors.ts';
 import { type HeldLock, lockBusy, tryLock, watchLock, withLock } from './lock.ts';
-import { type Budget, sleep } from './program.ts';
+import { type BatchContext, planBatch } from './plan.ts';
+import { type Budget, graceBudget, sleep } from './program.ts';
 import {
   type Answer,
   claim,
@@ -13,6 +14,7 @@ import {
   finish,
   giveBack,
   hashOf,
+  hasOrphans,
   isWanted,
   readAnswer,
   type Request,
@@ -21,6 +23,7 @@ import {
 import { isQueued, type StateFolder } from './state.ts';
 
 const maxConflicts = 4;
+const orphanMs = 3000;
 const firstWaitMs = 4;
 const longestWaitMs = 100;
 
@@ -117,17 +120,43 @@ async function lead(
     } catch (error) {
       failure = toPortmapError(error);
     }
-    for (const one of requests) {
-      const answer = answers.get(one.token);
-      if (answer === undefined || one === own) continue;
-      finish(state, one, answer);
-      unfinished.delete(one);
-    }
+    for (const one of requests)
+      if (one !== own && report(state, one, answers.get(one.token))) unfinished.delete(one);
     unfinished.delete(own);
     finish(state, own, { warnings: [] });
+    await commitOrphans(state, held);
     return answers.get(own.token) ?? { warnings: [], error: failure };
   } finally {
     giveBack(state, [...unfinished]);
+  }
+}
+
+// What is left of calls that are gone waits for nobody else. It gets a moment of its own, for the leader may be at its
+// end as well; what is not done then stays for the next call.
+async function commitOrphans(state: StateFolder, held: HeldLock): Promise<void> {
+  if (!hasOrphans(state)) return;
+  const requests = claim(state);
+  const answers = new Map<string, Answer>();
+  try {
+    const round = { cover: held.cover, isWanted: (one: Request) => isWanted(state, one) };
+    await commitRequests(requests, answers, { budget: graceBudget(orphanMs), state }, round);
+  } catch {
+    // Out of time.
+  }
+  giveBack(
+    state,
+    requests.filter((one) => !report(state, one, answers.get(one.token))),
+  );
+}
+
+// Tells an owner its answer; says whether there was one and it could be told.
+function report(state: StateFolder, request: Request, answer: Answer | undefined): boolean {
+  try {
+    if (answer !== undefined) finish(state, request, answer);
+    return answer !== undefined;
+  } catch {
+    // An answer that can't be written must not look like success: the owner does it again.
+    return false;
   }
 }
 
@@ -175,6 +204,8 @@ async function attempt(
 ): Promise<PortmapError | undefined> {
   try {
     const plan = await planBatch(requests, context);
+    // Observing takes its time, and owners may have gone meanwhile: then the plan is made again without them.
+    if (!requests.every(round.isWanted)) return new PortmapError('CONFLICT', 'a request was taken back');
     const problems = await commitPlan(plan, context, round.cover);
     for (const { token } of requests)
       answers.set(token, {

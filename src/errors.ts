@@ -47,9 +47,17 @@ export const cniCodes = {
 export class PortmapError extends Error {
   readonly code: ErrorCode;
   readonly details: string;
+  /** What was wanted may have happened all the same: its process was ended and could not say. */
+  readonly isUncertain: boolean;
 
-  constructor(code: ErrorCode, message: string, details = '', options: { cause?: unknown } = {}) {
-    super(message, options);
+  constructor(
+    code: ErrorCode,
+    message: string,
+    details = '',
+    options: { readonly cause?: unknown; readonly isUncertain?: boolean } = {},
+  ) {
+    super(message, { cause: options.cause });
+    this.isUncertain = options.isUncertain ?? false;
     this.name = 'PortmapError';
     this.code = code;
     this.details = details;

@@ -222,6 +222,7 @@ function failure(program: string, outcome: Outcome, tools: Tools | undefined, in
       'BUSY',
       `${called}: not done in time${tools?.variant === 'legacy' ? `: another program may hold the xtables lock ${xtablesLock()}` : ''}`,
       evidence,
+      { isUncertain: true },
     );
   if (/holding the xtables lock|xtables lock|Can't lock/.test(said) && outcome.exitCode === 4)
     return new PortmapError(
@@ -259,7 +260,10 @@ function failure(program: string, outcome: Outcome, tools: Tools | undefined, in
     return new PortmapError('REJECTED', `${called}: refused the rules: ${firstLine(said)}`, evidence);
   if (outcome.failure !== undefined && /ENOENT|EACCES|ENOEXEC/.test(outcome.failure))
     return new PortmapError('UNAVAILABLE', `${program}: can't be run: ${outcome.failure}`, evidence);
-  return new PortmapError('CONFLICT', `${called}: ${outcome.failure ?? firstLine(said)}`, evidence);
+  const isUncertain = outcome.exitCode === undefined;
+  return new PortmapError('CONFLICT', `${called}: ${outcome.failure ?? firstLine(said)}`, evidence, {
+    isUncertain,
+  });
 }
 
 function firstLine(text: string): string {

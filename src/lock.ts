@@ -4,9 +4,9 @@
 //   FILE.lock/    made by the holder; proper-lockfile keeps its time fresh while the holder lives
 //   FILE.holder   the holder's process, and the child that may go on with its work when the holder is killed
 //
-// A lock is given up by its holder, or taken over once its holder and that child are provably dead. Where that can't
-// be told (another pid namespace, a holder killed before it wrote its name) it is stale after `staleMs`.
-import { renameSync, rmdirSync } from 'node:fs';
+// A lock is given up by its holder, or taken over once its holder and that child are provably dead. A lock without a
+// name is taken over after `namelessMs`; one whose holder can't be seen (another pid namespace) after `staleMs`.
+import { linkSync, lstatSync, renameSync, rmdirSync } from 'node:fs';
 import * as z from 'zod/mini';
 import { PortmapError, systemCode } from './errors.ts';
 import { once } from './once.ts';
@@ -19,6 +19,8 @@ import { isPresent, readState, removeState, writeState } from './state.ts';
  */
 export const staleMs = 20_000;
 
+// How long a lock may have no holder's name: far longer than a live process takes to write it, on any load.
+const namelessMs = 4000;
 const lookMs = 500;
 
 /** A lock that is held. */
@@ -32,11 +34,13 @@ export interface HeldLock {
 export interface LockWatch {
   readonly file: string;
   nextLookMs: number;
+  /** A lock without a holder's name that was seen, and since when. */
+  nameless: { readonly identity: string; readonly sinceMs: number } | undefined;
 }
 
 /** Begins to wait for the lock on `file`. */
 export function watchLock(file: string): LockWatch {
-  return { file, nextLookMs: 0 };
+  return { file, nextLookMs: 0, nameless: undefined };
 }
 
 /**
@@ -69,7 +73,7 @@ export async function tryLock(watch: LockWatch): Promise<HeldLock | undefined> {
       }
     } catch (error) {
       if (systemCode(error) !== 'ELOCKED') throw error;
-      if (attempt === 2 || !breakDeadLock(paths)) return undefined;
+      if (attempt === 2 || !(breakDeadLock(paths) || breakNamelessLock(watch, paths))) return undefined;
     }
   }
   return undefined;
@@ -142,12 +146,40 @@ function breakDeadLock(paths: { lock: string; holder: string }): boolean {
   try {
     renameSync(paths.holder, claimed);
     const isSame = readState(claimed) === text;
+    // The name of a live holder goes back, unless it has written it anew.
+    if (!isSame && !isPresent(paths.holder)) linkSync(claimed, paths.holder);
     removeState(claimed);
-    // A live holder that lost its name this way keeps its lock; only the bound tells then when it has died.
     if (isSame) rmdirSync(paths.lock);
     return isSame;
   } catch {
     return false;
+  }
+}
+
+// Removes a lock that has no holder's name for too long; says whether it did. Its holder was killed before it had written
+// its name, or after it had withdrawn it, and no child was at work then. The time is this process's own: that of the
+// folder means nothing once somebody has set the clock.
+function breakNamelessLock(watch: LockWatch, paths: { lock: string; holder: string }): boolean {
+  const identity = isPresent(paths.holder) ? undefined : identityOf(paths.lock);
+  if (identity === undefined || identity !== watch.nameless?.identity) {
+    watch.nameless = identity === undefined ? undefined : { identity, sinceMs: performance.now() };
+    return false;
+  }
+  if (performance.now() - watch.nameless.sinceMs < namelessMs) return false;
+  try {
+    rmdirSync(paths.lock);
+    return true;
+  } catch {
+    return false;
+  }
+}
+
+function identityOf(path: string): string | undefined {
+  try {
+    const { ino, mtimeMs } = lstatSync(path);
+    return `${ino} ${mtimeMs}`;
+  } catch {
+    return undefined;
   }
 }
 

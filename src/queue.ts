@@ -4,7 +4,7 @@
 //   request ──claim──▶ taken ──finish──▶ gone (and a result, if there is something to tell)
 //      ▲                 │
 //      └────give back────┘
-import { linkSync, readdirSync, readFileSync, renameSync, statSync } from 'node:fs';
+import { linkSync, readdirSync, readFileSync, renameSync } from 'node:fs';
 import { join } from 'node:path';
 import * as z from 'zod/mini';
 import { sandboxHash } from './chain.ts';
@@ -35,9 +35,6 @@ export interface Answer {
   readonly error?: PortmapError | undefined;
 }
 
-// Results whose reader was killed.
-const resultAgeMs = 10 * 60_000;
-
 /** The hash of the sandbox that a request is for. */
 export function hashOf(request: Pick<Request, 'network' | 'containerId'>): string {
   return sandboxHash(request.network, request.containerId);
@@ -62,12 +59,12 @@ export function enqueue(state: StateFolder, request: Request): void {
 }
 
 /**
- * Takes all requests that wait, the oldest first, also those that a killed process had in its hands. An ADD whose owner is dead is
- * dropped: nobody would hear that it was done. Must be called with the commit lock held.
+ * Takes all requests that wait, the oldest first, also those that a killed process had in its hands. An ADD whose owner
+ * is dead is dropped: nobody would hear that it was done. Must be called with the commit lock held.
  */
 export function claim(state: StateFolder): Request[] {
+  removeLeftovers(state);
   const names = readdirSync(state.queue);
-  removeOldResults(state, names);
   const hashes = new Set(
     names.flatMap((name) => /^([0-9a-f]{21})\.(?:request|taken)$/.exec(name)?.[1] ?? []),
   );
@@ -99,10 +96,27 @@ function uptime(): number {
   return Math.round(Number.parseFloat(readFileSync('/proc/uptime', 'utf8')) * 1_000_000);
 }
 
-/** Says whether a request in this process's hands is still the one its owner wants. */
+/** Says whether a request in this process's hands is still the one its owner wants: none came after it. */
 export function isWanted(state: StateFolder, request: Request): boolean {
+  return isTaken(state, request) && !isPresent(sandboxFiles(state, hashOf(request)).request);
+}
+
+/**
+ * Says whether something waits that nobody will come for: its owner is dead, or has taken back an ADD and gone. The
+ * process that commits sees to it before it gives up the commit lock.
+ */
+export function hasOrphans(state: StateFolder): boolean {
+  return readdirSync(state.queue).some((name) => {
+    const request = name.endsWith('.request') ? readRequest(readState(join(state.queue, name))) : undefined;
+    return request !== undefined && (request.token.endsWith(undoMark) || isOwnerDead(request));
+  });
+}
+
+function isTaken(state: StateFolder, request: Request): boolean {
   return readRequest(readState(sandboxFiles(state, hashOf(request)).taken))?.token === request.token;
 }
+
+const undoMark = '-undo';
 
 /** Puts back requests that this process has no time for; newer ones for the same sandbox stay. */
 export function giveBack(state: StateFolder, requests: readonly Request[]): void {
@@ -124,7 +138,7 @@ export function finish(state: StateFolder, request: Request, answer: Answer): vo
     const error = code === undefined ? undefined : { code, message, details };
     writeState(resultFile(state, request), JSON.stringify({ warnings: answer.warnings, error }));
   }
-  if (isWanted(state, request)) removeState(sandboxFiles(state, hashOf(request)).taken);
+  if (isTaken(state, request)) removeState(sandboxFiles(state, hashOf(request)).taken);
 }
 
 /** The answer to a request of this process that is no longer queued. */
@@ -150,11 +164,15 @@ export function withdraw(state: StateFolder, request: Request): void {
   removeState(sandboxFiles(state, hash).request);
   if (!isPresent(sandboxFiles(state, hash).taken) || request.change.verb === 'DEL') return;
   const ifname = request.change.attachment.ifname;
-  enqueue(state, { ...request, token: `${request.token}-undo`, change: { verb: 'DEL', ifname } });
+  enqueue(state, { ...request, token: `${request.token}${undoMark}`, change: { verb: 'DEL', ifname } });
 }
 
 function isAbandoned(request: Request): boolean {
-  return request.change.verb === 'ADD' && request.owner !== undefined && !isRunning(request.owner);
+  return request.change.verb === 'ADD' && isOwnerDead(request);
+}
+
+function isOwnerDead(request: Request): boolean {
+  return request.owner !== undefined && !isRunning(request.owner);
 }
 
 function readRequest(text: string | undefined): Request | undefined {
@@ -165,16 +183,17 @@ function readRequest(text: string | undefined): Request | undefined {
   }
 }
 
-function removeOldResults(state: StateFolder, names: readonly string[]): void {
-  for (const name of names) {
-    if (!/\.(?:result|new)$/.test(name)) continue;
-    const path = join(state.queue, name);
-    try {
-      if (statSync(path).mtimeMs < Date.now() - resultAgeMs) removeState(path);
-    } catch {
-      // Read by its owner in the meantime.
+const leftoverNames = [/\.(\d+)\.new$/, /\.holder\.(\d+)$/, /^[0-9a-f]{21}\.(\d+)-\d+\.result$/];
+
+// Files that only a killed process can have left: temporary ones, names of broken locks, results nobody will read.
+function removeLeftovers(state: StateFolder): void {
+  for (const folder of [state.path, state.queue])
+    for (const name of readdirSync(folder)) {
+      const pid = leftoverNames
+        .map((pattern) => pattern.exec(name)?.[1])
+        .find((found) => found !== undefined);
+      if (pid !== undefined && !isPresent(`/proc/${pid}`)) removeState(join(folder, name));
     }
-  }
 }
 
 function resultFile(state: StateFolder, request: Request): string {

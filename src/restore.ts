@@ -58,7 +58,7 @@ export function planTransaction(observed: Ruleset, wanted: readonly Wanted[]): T
     ...[...jumps.values()].flatMap((jump) => jumpStep(observed, jump)),
     ...wanted.flatMap((want) => (want.rules === undefined ? removal(observed, want.chain) : [])),
     ...[...retired]
-      .filter((chain) => observed.chains.has(chain))
+      .filter((chain) => observed.chains.has(chain) || isJumpedTo(observed, chain))
       .flatMap((chain) => removal(observed, chain)),
   ];
 }
@@ -85,6 +85,25 @@ export function invertTransaction(transaction: Transaction): Transaction {
         return step satisfies never;
     }
   });
+}
+
+/**
+ * Says whether a table shows the outcome of a transaction: every chain it fills is as it fills it, and every line it
+ * inserts is there. For one whose process was ended, nobody has said whether it was before or after its commit.
+ */
+export function isApplied(transaction: Transaction, seen: Ruleset): boolean {
+  return transaction.every((step) => {
+    if (step.do === 'fill') return holds(seen, step.chain);
+    if (step.do === 'insert' || step.do === 'append')
+      return seen.chains.get(step.chain)?.includes(step.rule) === true;
+    return true;
+  });
+}
+
+/** The chains that tell whether a transaction was applied. */
+export function changedChains(transaction: Transaction): string[] {
+  const chains = transaction.map((step) => (step.do === 'fill' ? step.chain.name : step.chain));
+  return [...new Set(chains)];
 }
 
 /** The transaction as input for `iptables-restore --noflush`: one table, one COMMIT. */
@@ -172,6 +191,11 @@ function jumpStep(observed: Ruleset, jump: Jump): Step[] {
       ? { do: 'insert', chain: jump.from, at: 1, rule: jump.rule }
       : { do: 'append', chain: jump.from, rule: jump.rule },
   ];
+}
+
+// A chain of the retired scheme that is jumped to is there, whether it was read or not.
+function isJumpedTo(observed: Ruleset, chain: string): boolean {
+  return (observed.chains.get(retiredChain) ?? []).some((rule) => targetOf(rule) === chain);
 }
 
 function removal(observed: Ruleset, chain: string): Step[] {

@@ -1,5 +1,5 @@
 // `portmap plan`: the transactions of an ADD or DEL, printed and not committed.
-import { planBatch } from '../batch.ts';
+import { planBatch } from '../plan.ts';
 import { readNetConf } from '../netconf.ts';
 import { readJson, readName, readVersion } from '../network.ts';
 import type { Budget } from '../program.ts';
