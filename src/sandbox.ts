@@ -63,29 +63,30 @@ export async function deleteSandbox(
   }
   for (const warning of await dropStaleFlows(known.config, 'to this container', call.budget))
     call.warn(warning);
-  if (!known.isRecorded) {
+  if (network.raw['backend'] === 'nftables' || !known.hasFolder) {
     const { removeUpstreamRules } = await import('./nftables.ts');
-    const state = openState(false);
-    await removeUpstreamRules(containerId, 'problem' in state ? undefined : state, call.budget);
+    await removeUpstreamRules(containerId, call.budget);
   }
 }
 
-// What a DEL without mappings of its own knows of the sandbox: its record, or what the netconf says where no record can
-// be had. Runtimes repeat DEL; one without a record has no flows behind it any more.
+// What is known of a sandbox beside its name: its record, or what the netconf says where no record can be had. Runtimes
+// repeat DEL; one without a record has no flows behind it any more. Without a folder this is the first call since the
+// node was started, or since it changed to this plugin.
 async function knowledgeOf(
   network: NetworkConf,
   containerId: string,
   ifname: string,
-): Promise<{ config: Pick<AttachmentConfig, 'mappings' | 'addresses'>; isRecorded: boolean }> {
+): Promise<{ config: Pick<AttachmentConfig, 'mappings' | 'addresses'>; hasFolder: boolean }> {
   const [{ readRecord }, { readRemnants }] = await Promise.all([
     import('./record.ts'),
     import('./netconf.ts'),
   ]);
   const state = openState(false);
-  const record = 'problem' in state ? 'unknown' : readRecord(state, sandboxHash(network.name, containerId));
-  if (record === 'missing') return { config: { mappings: [], addresses: {} }, isRecorded: false };
+  const hasFolder = !('problem' in state);
+  const record = hasFolder ? readRecord(state, sandboxHash(network.name, containerId)) : 'unknown';
+  if (record === 'missing') return { config: { mappings: [], addresses: {} }, hasFolder };
   const recorded = record === 'unknown' ? undefined : record.attachments.find((one) => one.ifname === ifname);
-  return { config: recorded?.config ?? readRemnants(network, ifname), isRecorded: recorded !== undefined };
+  return { config: recorded?.config ?? readRemnants(network, ifname), hasFolder };
 }
 
 // Says whether the state folder has anything on a sandbox, or can't be asked.
