@@ -64,10 +64,17 @@ export class PortmapError extends Error {
   }
 }
 
-/** `error` as a PortmapError; anything that is none is a fault of ours and becomes `INTERNAL`. */
+/**
+ * `error` as a PortmapError. A machine that is out of something is `BUSY`: it may have it again soon. Anything else
+ * that is none is a fault of ours and becomes `INTERNAL`.
+ */
 export function toPortmapError(error: unknown): PortmapError {
   if (error instanceof PortmapError) return error;
   const message = error instanceof Error ? error.message : String(error);
+  if (scarcities.includes(systemCode(error)))
+    return new PortmapError('BUSY', `the machine is short of something: ${message}`, 'it is safe to repeat', {
+      cause: error,
+    });
   return new PortmapError(
     'INTERNAL',
     `unexpected failure: ${message}`,
@@ -77,6 +84,8 @@ export function toPortmapError(error: unknown): PortmapError {
     },
   );
 }
+
+const scarcities = ['EMFILE', 'ENFILE', 'ENOMEM', 'EAGAIN', 'ENOSPC'];
 
 /** The `code` of a system call's error (`ENOENT`, `EEXIST`, …), or the empty string. */
 export function systemCode(error: unknown): string {

@@ -1,6 +1,7 @@
 // Runs other programs, and bounds every wait of the call. It knows nothing of what the programs are for.
 import { accessSync, constants, readFileSync, readlinkSync, realpathSync, statSync } from 'node:fs';
 import { join } from 'node:path';
+import { systemCode } from './errors.ts';
 
 /** The time one call has, and the signal that ends it early. */
 export interface Budget {
@@ -85,17 +86,29 @@ export async function runProgram(
   const { budget, input = '', onLine, onStart } = options;
   if (budget.signal.aborted)
     return { exitCode: undefined, stderr: '', failure: 'not started: the call was ended' };
-  const subprocess = execa(program, argv, {
-    reject: false,
-    stdin: 'pipe',
-    stdout: onLine === undefined ? 'ignore' : 'pipe',
-    stderr: 'pipe',
-    buffer: { stdout: false, stderr: true },
-    maxBuffer: 64 * 1024,
-    cancelSignal: budget.signal,
-    forceKillAfterDelay: graceMs,
-    env: { LC_ALL: 'C' },
-  });
+  // Without descriptors left for its pipes, the runtime throws before there is a process to speak of.
+  const start = () =>
+    execa(program, argv, {
+      reject: false,
+      stdin: 'pipe',
+      stdout: onLine === undefined ? 'ignore' : 'pipe',
+      stderr: 'pipe',
+      buffer: { stdout: false, stderr: true },
+      maxBuffer: 64 * 1024,
+      cancelSignal: budget.signal,
+      forceKillAfterDelay: graceMs,
+      env: { LC_ALL: 'C' },
+    });
+  let subprocess: ReturnType<typeof start>;
+  try {
+    subprocess = start();
+  } catch (error) {
+    return {
+      exitCode: undefined,
+      stderr: '',
+      failure: `could not be started: ${error instanceof Error ? error.message : String(error)}`,
+    };
+  }
   if (subprocess.pid !== undefined) onStart?.(subprocess.pid);
   if (onLine !== undefined && subprocess.stdout !== null) splitLines(subprocess.stdout, onLine);
   // A program that ends without reading its input breaks the pipe; its exit status tells why.
@@ -135,25 +148,36 @@ function splitLines(stream: NodeJS.ReadableStream, onLine: (line: string) => voi
   });
 }
 
-/** The process with this number now, or undefined when there is none or it is a zombie. */
+/**
+ * The process with this number now, or undefined when there is none or it is a zombie. Throws when the system will not
+ * say.
+ */
 export function processId(pid: number | 'self'): ProcessId | undefined {
+  let stat: string;
   try {
-    const stat = readFileSync(`/proc/${pid}/stat`, 'utf8');
-    // The second field is the program's name in parentheses and may itself hold spaces and parentheses.
-    const fields = stat.slice(stat.lastIndexOf(')') + 2).split(' ');
-    const [state, started] = [fields[0], fields[19]];
-    if (started === undefined || state === 'Z' || state === 'X') return undefined;
-    return { pid: Number.parseInt(stat, 10), started, namespace: readlinkSync('/proc/self/ns/pid') };
-  } catch {
-    return undefined;
+    stat = readFileSync(`/proc/${pid}/stat`, 'utf8');
+  } catch (error) {
+    if (['ENOENT', 'ESRCH'].includes(systemCode(error))) return undefined;
+    throw error;
   }
+  // The second field is the program's name in parentheses and may itself hold spaces and parentheses.
+  const fields = stat.slice(stat.lastIndexOf(')') + 2).split(' ');
+  const [state, started] = [fields[0], fields[19]];
+  if (started === undefined || state === 'Z' || state === 'X') return undefined;
+  return { pid: Number.parseInt(stat, 10), started, namespace: readlinkSync('/proc/self/ns/pid') };
 }
 
-/** Says whether exactly this process still runs; one of another pid namespace can't be seen and counts as running. */
+/**
+ * Says whether exactly this process still runs. One that can't be seen, in another pid namespace or because this
+ * process is out of file descriptors, counts as running.
+ */
 export function isRunning(process: ProcessId): boolean {
-  const self = processId('self');
-  if (self === undefined || self.namespace !== process.namespace) return true;
-  return processId(process.pid)?.started === process.started;
+  try {
+    if (processId('self')?.namespace !== process.namespace) return true;
+    return processId(process.pid)?.started === process.started;
+  } catch {
+    return true;
+  }
 }
 
 /** Waits, or less when the budget ends first. */
