@@ -102,7 +102,7 @@ async function lead(
   budget: Budget,
   held: HeldLock,
 ): Promise<Answer | undefined> {
-  const requests = claim(state);
+  const requests = claim(state, request);
   const unfinished = new Set(requests);
   try {
     const own = requests.find(({ token }) => token === request.token);
