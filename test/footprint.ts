@@ -44,7 +44,7 @@ export async function wipe(node: LabNode): Promise<void> {
 /** What the state folder holds on sandboxes; what it notes of the node as a whole may stay. */
 export async function stateFiles(node: LabNode): Promise<string[]> {
   const found = await readdir(`${node.root}/run/portmap`, { recursive: true }).catch((): string[] => []);
-  return found.filter((name) => !/^(?:queue|status-\S+|no-upstream-nftables)$/.test(name)).toSorted();
+  return found.filter((name) => !/^(?:queue|status-\S+)$/.test(name)).toSorted();
 }
 
 /** The rules of one chain, without its name. */

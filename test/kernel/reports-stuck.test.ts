@@ -1,5 +1,6 @@
 // Field reports, part B: pods that can't be torn down, ports claimed twice, rules that a reload has taken, and calls
 // that wait for what they do not need. Each test is named after its report; REPORTS.md lists them all.
+import { setTimeout as sleep } from 'node:timers/promises';
 import { afterAll, beforeAll, beforeEach, describe, expect, test } from 'vitest';
 import {
   answers,
@@ -63,6 +64,23 @@ describe.each(variants)('iptables-%s', (variant) => {
       expect(JSON.parse(outcomes[0]?.stdout ?? '')).toEqual(prevResult(c1));
       // Three processes on a busy machine; with the lock it would be the whole budget.
       expect(took).toBeLessThan(1_500);
+    });
+
+    test('R08: a DEL that gave up leaves every rule once, also when the lock is free a moment later', async () => {
+      const conf = netconf(c1, [port(8080)], { timeoutSeconds: 1 });
+      await node.expectPlugin('ADD', conf, c1);
+      const rules = await node.allRules();
+      const release = await holdXtablesLock(node);
+      const del = node.plugin('DEL', conf, c1);
+      // After the call's time, before whatever it still does at its end.
+      await sleep(2_000);
+      release();
+      const outcome = await del;
+      const after = await node.allRules();
+      await node.expectPlugin('DEL', conf, c1);
+      expect(errorOf(outcome).code).toBe(11);
+      expect(after).toBe(rules);
+      await expectNoSandbox(node);
     });
 
     test('R08: ADD and DEL give up in their time while the lock is kept, and their repeats succeed', async () => {

@@ -14,6 +14,8 @@ import {
   variants,
 } from '../lab.ts';
 
+const asNobody = ['setpriv', '--reuid', '65534', '--regid', '65534', '--clear-groups', '--inh-caps=-all'];
+
 /** A restore that does as the script says where it is to change something; reading goes on as ever. */
 const onChange = (script: string): string =>
   `text=$(cat)
@@ -286,15 +288,28 @@ describe.each(variants)('iptables-%s', (variant) => {
 
   test('R31: without the rights of root ADD is refused with a word on rights, and changes nothing', async () => {
     const rules = await node.allRules();
-    const under = ['setpriv', '--reuid', '65534', '--regid', '65534', '--clear-groups', '--inh-caps=-all'];
     const env = { PORTMAP_STATE_DIR: '/run/unwritable' };
     const conf = netconf(c1, [port(8080)], { timeoutSeconds: 3, cniVersion: '1.1.0' });
-    const add = await node.plugin('ADD', conf, c1, { under, env });
-    const none = await node.plugin('ADD', netconf(c1, []), c1, { under, env });
+    const add = await node.plugin('ADD', conf, c1, { under: asNobody, env });
+    const none = await node.plugin('ADD', netconf(c1, []), c1, { under: asNobody, env });
     const error = errorOf(add);
     expect(error.msg).toMatch(/permitted|root|CAP_NET_ADMIN/);
     expect(none).toMatchObject({ exitCode: 0 });
     expect(await node.allRules()).toBe(rules);
+  });
+
+  test('R31: without the rights of root DEL of what is there is an error to repeat, not a success', async () => {
+    const conf = netconf(c1, [port(8080)], { timeoutSeconds: 3 });
+    await node.expectPlugin('ADD', conf, c1);
+    const failed = await node.plugin('DEL', conf, c1, {
+      under: asNobody,
+      env: { PORTMAP_STATE_DIR: '/run/unwritable' },
+    });
+    await node.expectPlugin('DEL', conf, c1);
+    const error = errorOf(failed);
+    expect(error.code, error.msg).toBe(11);
+    expect(error.msg).toMatch(/permitted|root|CAP_NET_ADMIN/);
+    await expectNothing();
   });
 
   test('R26: departs: two variants on one node are one node to list', async () => {
