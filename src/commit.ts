@@ -54,6 +54,7 @@ export async function submit(
     if (!isQueued(state, hashOf(request))) return settle(readAnswer(state, request));
     if (budget.signal.aborted) {
       withdraw(state, request);
+      await tendOrphans(state);
       throw outOfTime(budget, lockBusy(lock));
     }
     const held = await tryLock(watch);
@@ -61,12 +62,14 @@ export async function submit(
       await sleep(wait * (0.5 + Math.random()), budget);
       continue;
     }
+    let answer: Answer | undefined;
     try {
-      const answer = await lead(request, state, budget, held);
-      if (answer !== undefined) return settle(answer);
+      answer = await lead(request, state, budget, held);
     } finally {
       await held.release();
     }
+    await tendOrphans(state);
+    if (answer !== undefined) return settle(answer);
   }
 }
 
@@ -128,6 +131,19 @@ async function lead(
     return answers.get(own.token) ?? { warnings: [], error: failure };
   } finally {
     giveBack(state, [...unfinished]);
+  }
+}
+
+// Who leaves an orphan behind, and who gives up the commit lock, looks once more: either gets the lock, or somebody holds
+// it who will look after giving it up.
+async function tendOrphans(state: StateFolder): Promise<void> {
+  if (!hasOrphans(state)) return;
+  const held = await tryLock(watchLock(commitLock(state)));
+  if (held === undefined) return;
+  try {
+    await commitOrphans(state, held);
+  } finally {
+    await held.release();
   }
 }
 
