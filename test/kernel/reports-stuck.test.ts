@@ -262,6 +262,17 @@ describe.each(variants)('iptables-%s', (variant) => {
         missing: ['PREROUTING', 'OUTPUT', 'POSTROUTING'],
         total: false,
       },
+      // What a restart of the service that loads the node's own nft rules does.
+      ...(variant === 'nft'
+        ? [
+            {
+              title: 'the whole ruleset of nft',
+              script: 'nft flush ruleset',
+              missing: ['PREROUTING', 'CNI-HOSTPORT-DNAT', 'CNI-DN-'],
+              total: true,
+            },
+          ]
+        : []),
     ];
 
     test.each(reloads)(
