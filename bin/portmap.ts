@@ -30,7 +30,13 @@ async function main(): Promise<void> {
     exit(0);
   }
   const { runCommand } = await import('../src/cli/command.ts');
-  exit(await runCommand(argv, { budget, warn, readInput, print: (text) => print(stdout, text) }));
+  exit(
+    await runCommand(argv, { budget, warn, fail: complain, readInput, print: (text) => print(stdout, text) }),
+  );
+}
+
+function complain(text: string): void {
+  print(stderr, `portmap: ${text}\n`);
 }
 
 function warn(text: string): void {

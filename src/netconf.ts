@@ -256,8 +256,10 @@ function schemaError(error: z.core.$ZodError, input: unknown, base: string): Por
           ? value[String(key)]
           : undefined;
   }
-  return new PortmapError(
-    'CONFIG',
-    `${path}: ${value === undefined ? 'missing' : show(value)} ${issue?.message ?? 'is invalid'}`,
-  );
+  const complaint = issue?.message ?? 'is invalid';
+  const text =
+    value === undefined
+      ? `missing: it ${complaint.replace(/^is not/, 'must be')}`
+      : `${show(value)} ${complaint}`;
+  return new PortmapError('CONFIG', `${path}: ${text}`);
 }

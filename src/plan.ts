@@ -228,7 +228,7 @@ function obstacle(target: Target, views: ReadonlyMap<string, View>): PortmapErro
       if (target.after !== undefined || target.request?.change.verb === 'ADD') return seen.error;
       return new PortmapError(
         'BUSY',
-        `rules of container ${target.before?.containerId} may be left: ${seen.error.message}`,
+        `container ${target.before?.containerId ?? 'unknown'}: ${seen.error.message}`,
         seen.error.details,
       );
     }

@@ -11,6 +11,8 @@ import { reapplyRecords } from './reapply.ts';
 export interface Terminal {
   readonly budget: Budget;
   readonly warn: (text: string) => void;
+  /** Says why a command failed. */
+  readonly fail: (text: string) => void;
   readonly readInput: () => Promise<string>;
   readonly print: (text: string) => boolean;
 }
@@ -78,7 +80,7 @@ export async function runCommand(argv: readonly string[], terminal: Terminal): P
     return 0;
   } catch (error) {
     const { message, details } = toPortmapError(error);
-    terminal.warn(details === '' ? message : `${message}\n  ${details}`);
+    terminal.fail(details === '' ? message : `${message}\n  ${details}`);
     return 1;
   }
 }

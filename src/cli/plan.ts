@@ -1,4 +1,5 @@
 // `portmap plan`: the transactions of an ADD or DEL, printed and not committed.
+import { PortmapError } from '../errors.ts';
 import { planBatch } from '../plan.ts';
 import { readNetConf } from '../netconf.ts';
 import { readJson, readName, readVersion } from '../network.ts';
@@ -20,6 +21,8 @@ export async function planChange(
     readonly warn: (text: string) => void;
   },
 ): Promise<string> {
+  if (attachment.containerId === '')
+    throw new PortmapError('ENV', '--container-id: missing', 'name the container, or set CNI_CONTAINERID');
   const { containerId, ifname, netns } = readVariables('DEL', {
     CNI_CONTAINERID: attachment.containerId,
     CNI_NETNS: attachment.netns,

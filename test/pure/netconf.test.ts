@@ -500,7 +500,7 @@ describe('GC reads', () => {
     [
       'an attachment without an interface',
       { 'cni.dev/valid-attachments': [...one, { containerID: 'c2' }] },
-      '7 cni.dev/valid-attachments[1].ifname: missing is not text',
+      '7 cni.dev/valid-attachments[1].ifname: missing: it must be text',
     ],
     [
       'an attachment that is text',
