@@ -73,7 +73,11 @@ describe('ADD refuses', () => {
     ['host port 80.5', mapped({ hostPort: 80.5 }), `7 ${where}.hostPort: 80.5 ${port}`],
     ['host port 1e300', mapped({ hostPort: 1e300 }), `7 ${where}.hostPort: 1e+300 ${port}`],
     ['a host port in quotes', mapped({ hostPort: '80' }), `7 ${where}.hostPort: "80" ${port}`],
-    ['no host port', mapped({ hostPort: null }), `7 ${where}.hostPort: missing ${port}`],
+    [
+      'no host port',
+      mapped({ hostPort: null }),
+      `7 ${where}.hostPort: missing: it must be a port: a whole number from 1 to 65535`,
+    ],
     ['container port 0', mapped({ containerPort: 0 }), `7 ${where}.containerPort: 0 ${port}`],
     ['container port 65536', mapped({ containerPort: 65536 }), `7 ${where}.containerPort: 65536 ${port}`],
     ['protocol icmp', mapped({ protocol: 'icmp' }), `7 ${where}.protocol: "icmp" ${notProtocol}`],
