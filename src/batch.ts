@@ -5,7 +5,7 @@ import { commit, observe } from './iptables.ts';
 import type { BatchContext, Plan, PlannedTable } from './plan.ts';
 import { graceBudget } from './program.ts';
 import { removeRecord, writeRecord } from './record.ts';
-import { changedChains, invertTransaction, isApplied, renderTransaction } from './restore.ts';
+import { decisiveChains, invertTransaction, isApplied, renderTransaction } from './restore.ts';
 import type { Target } from './target.ts';
 
 // The call may be over its time when a family has to be put back.
@@ -61,7 +61,7 @@ async function undo(
   const budget = graceBudget(undoMs);
   if (result?.status === 'rejected') {
     if (!toPortmapError(result.reason).isUncertain) return;
-    const seen = await observe(tools, changedChains(transaction), budget);
+    const seen = await observe(tools, decisiveChains(transaction), budget);
     if (!isApplied(transaction, seen)) return;
   }
   await commit(tools, renderTransaction(invertTransaction(transaction)), budget, cover);

@@ -88,21 +88,28 @@ export function invertTransaction(transaction: Transaction): Transaction {
 }
 
 /**
- * Says whether a table shows the outcome of a transaction: every chain it fills is as it fills it, and every line it
- * inserts is there. For one whose process was ended, nobody has said whether it was before or after its commit.
+ * Says whether a table shows the outcome of a transaction: every chain it fills is as it fills it, every line it
+ * inserts is there, every line it deletes is not. For one whose process was ended, nobody has said whether it was before
+ * or after its commit. A transaction that only removes chains leaves nothing to tell by, and nothing worth an undo.
  */
 export function isApplied(transaction: Transaction, seen: Ruleset): boolean {
-  return transaction.every((step) => {
-    if (step.do === 'fill') return holds(seen, step.chain);
-    if (step.do === 'insert' || step.do === 'append')
-      return seen.chains.get(step.chain)?.includes(step.rule) === true;
-    return true;
+  const has = (chain: string, rule: string) => seen.chains.get(chain)?.includes(rule) === true;
+  const inserted = new Set(transaction.flatMap((step) => (step.do === 'insert' ? [step.rule] : [])));
+  const signs = transaction.flatMap((step): boolean[] => {
+    if (step.do === 'fill') return [holds(seen, step.chain)];
+    if (step.do === 'insert' || step.do === 'append') return [has(step.chain, step.rule)];
+    if (step.do === 'delete' && !inserted.has(step.rule)) return [!has(step.chain, step.rule)];
+    return [];
   });
+  return signs.length > 0 && signs.every(Boolean);
 }
 
 /** The chains that tell whether a transaction was applied. */
-export function changedChains(transaction: Transaction): string[] {
-  const chains = transaction.map((step) => (step.do === 'fill' ? step.chain.name : step.chain));
+export function decisiveChains(transaction: Transaction): string[] {
+  const chains = transaction.flatMap((step) => {
+    if (step.do === 'fill') return [step.chain.name];
+    return step.do === 'remove' || step.do === 'new' ? [] : [step.chain];
+  });
   return [...new Set(chains)];
 }
 
