@@ -1,12 +1,12 @@
 import { defineConfig } from 'vitest/config';
 
-// One project a layer. Only the pure layer runs files side by side: the others load the kernel of a small machine.
-const layer = (name: string, parallel: boolean, testTimeout: number) => ({
+// One project a layer. Files run side by side, for every test has machines of its own and most of its time is waiting;
+// two at once are what the two cores of a small machine can take.
+const layer = (name: string, testTimeout: number) => ({
   test: {
     name,
     include: [`test/${name}/**/*.test.ts`],
     environment: 'node' as const,
-    fileParallelism: parallel,
     testTimeout,
     hookTimeout: 120_000,
   },
@@ -14,11 +14,12 @@ const layer = (name: string, parallel: boolean, testTimeout: number) => ({
 
 export default defineConfig({
   test: {
+    maxWorkers: 2,
     projects: [
-      layer('pure', true, 20_000),
-      layer('kernel', false, 60_000),
-      layer('peers', false, 60_000),
-      layer('callers', false, 180_000),
+      layer('pure', 20_000),
+      layer('kernel', 90_000),
+      layer('peers', 90_000),
+      layer('callers', 180_000),
     ],
   },
 });
