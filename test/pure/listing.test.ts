@@ -9,7 +9,7 @@ import type { PortMapping } from '../../src/netconf.ts';
 import { contestedBy, findRivals, isDead } from '../../src/rival.ts';
 import { add } from './arbitraries.ts';
 import { type Call, emptyNode, type Netconf, observe, perform, readConf, recordOf } from './node.ts';
-import { list, save } from './ruleset.ts';
+import { list, restore, save } from './ruleset.ts';
 
 const netconf = (portMappings: object[], addresses = ['10.1.0.5/16', 'fd00:10:1::5/64']): Netconf => ({
   cniVersion: '1.0.0',
@@ -104,6 +104,13 @@ describe('every mapping is listed', () => {
         }
       }),
     );
+  });
+
+  test('under the names that its first line gives', () => {
+    const { tables } = perform(emptyNode, [addOf('web-1', [tcp(8080)])]);
+    const line = (tables.ipv4.get(dispatchChain) ?? []).join().replace('web-1', 'older');
+    const table = restore(tables.ipv4, `*nat\n-A ${dispatchChain} ${line}\nCOMMIT\n`);
+    expect(listMappings('ipv4', observe(table, [])).map(({ containerId }) => containerId)).toEqual(['web-1']);
   });
 
   test('in the order in which the kernel tries them', () => {
