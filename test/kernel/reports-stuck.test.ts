@@ -67,11 +67,11 @@ describe.each(variants)('iptables-%s', (variant) => {
     });
 
     test('R08: a DEL that gave up leaves every rule once, also when the lock is free a moment later', async () => {
-      const conf = netconf(c1, [port(8080)], { timeoutSeconds: 1 });
+      const conf = netconf(c1, [port(8080)]);
       await node.expectPlugin('ADD', conf, c1);
       const rules = await node.allRules();
       const release = await holdXtablesLock(node);
-      const del = node.plugin('DEL', conf, c1);
+      const del = node.plugin('DEL', { ...conf, timeoutSeconds: 1 }, c1);
       // After the call's time, before whatever it still does at its end.
       await sleep(2_000);
       release();
@@ -84,14 +84,18 @@ describe.each(variants)('iptables-%s', (variant) => {
     });
 
     test('R08: ADD and DEL give up in their time while the lock is kept, and their repeats succeed', async () => {
-      const conf = netconf(c1, [port(8080)], { timeoutSeconds: 2 });
-      const second = netconf(c2, [port(8081)], { timeoutSeconds: 2 });
+      const conf = netconf(c1, [port(8080)]);
+      const second = netconf(c2, [port(8081)]);
+      const hurried = { timeoutSeconds: 2 };
       await node.expectPlugin('ADD', conf, c1);
       const rules = await node.allRules();
       const files = await stateFiles(node);
       const release = await holdXtablesLock(node);
       const start = performance.now();
-      const [del, add] = await Promise.all([node.plugin('DEL', conf, c1), node.plugin('ADD', second, c2)]);
+      const [del, add] = await Promise.all([
+        node.plugin('DEL', { ...conf, ...hurried }, c1),
+        node.plugin('ADD', { ...second, ...hurried }, c2),
+      ]);
       const took = performance.now() - start;
       release();
       const after = await node.allRules();
