@@ -32,7 +32,7 @@ export function readAddress(text: string): Address | undefined {
   if (groups === undefined) return undefined;
   const [g5 = 0, g6 = 0, g7 = 0] = groups.slice(5);
   if (g5 === 0xffff && groups.slice(0, 5).every((group) => group === 0))
-    return { family: 'ipv4', text: [g6 >> 8, g6 & 255, g7 >> 8, g7 & 255].join('.') };
+    return { family: 'ipv4', text: dottedOf(g6, g7) };
   return { family: 'ipv6', text: textOf(groups) };
 }
 
@@ -99,8 +99,15 @@ function groupsOf(text: string): number[] | undefined {
     : undefined;
 }
 
+function dottedOf(high: number, low: number): string {
+  return [high >> 8, high & 255, low >> 8, low & 255].join('.');
+}
+
 // RFC 5952, the way inet_ntop and so iptables prints it: the first longest run of two or more zero groups is cut.
 function textOf(groups: readonly number[]): string {
+  const [g6 = 0, g7 = 0] = groups.slice(6);
+  // inet_ntop writes an IPv4-compatible address with the IPv4 address at its end.
+  if (g6 !== 0 && groups.slice(0, 6).every((group) => group === 0)) return `::${dottedOf(g6, g7)}`;
   const hex = groups.map((group) => group.toString(16)).join(':');
   const runs = hex.match(/(?:^|(?<=:))0(?::0)+(?=:|$)/g) ?? [];
   const longest = runs.reduce((best, run) => (run.length > best.length ? run : best), '');

@@ -3,7 +3,7 @@ import { submit } from './commit.ts';
 import { PortmapError, systemCode } from './errors.ts';
 import { withLock } from './lock.ts';
 import type { Budget } from './program.ts';
-import { hashOf, newRequest, type Request } from './queue.ts';
+import { drop, hashOf, newRequest, type Request } from './queue.ts';
 import { openState, sandboxFiles, type StateFolder } from './state.ts';
 
 /** What a step needs of the call it is part of. */
@@ -41,6 +41,7 @@ async function changeInTurn(
   } catch (error) {
     // A full or read-only folder must not keep a container from its network.
     if (error instanceof PortmapError || systemCode(error) === '') throw error;
+    drop(state, request);
     return changeAlone(request, call, error instanceof Error ? error.message : String(error));
   }
 }

@@ -3,7 +3,7 @@
 import type { Family } from './address.ts';
 import { readInterfaceAddress } from './address.ts';
 import { type Chain, dispatchChain, type SandboxRules } from './chain.ts';
-import { contested, readDispatchLine } from './listing.ts';
+import { contested, type DispatchLine, readDispatchLine } from './listing.ts';
 import type { PortMapping } from './netconf.ts';
 import { type Ruleset, targetOf } from './restore.ts';
 
@@ -19,6 +19,7 @@ export function checkRules(
     ...wanted.jumps.flatMap(({ from, rule }) =>
       observed.chains.get(from)?.includes(rule) === true ? [] : [`${from}: the jump is missing: ${rule}`],
     ),
+    ...endings(observed, wanted),
     ...masqueradeOrder(observed, wanted),
     ...[...wanted.marks].flatMap((chain) => missingRules(observed, chain)),
     ...wanted.external.flatMap((chain) =>
@@ -36,6 +37,21 @@ function missingRules(observed: Ruleset, chain: Chain): string[] {
   return chain.rules
     .filter((rule) => !rules.includes(rule))
     .map((rule) => `${chain.name}: the rule is missing: ${rule}`);
+}
+
+// Rules as iptables prints them that decide for every packet, so that none reaches what is behind them.
+const ending = /^-j (?:ACCEPT|DROP|RETURN|QUEUE|DNAT|SNAT|MASQUERADE|REDIRECT)(?: |$)/;
+
+function endings(observed: Ruleset, wanted: SandboxRules): string[] {
+  const pieces = [
+    ...wanted.jumps.map(({ from, rule }) => ({ chain: from, rule })),
+    ...wanted.marks.flatMap(({ name, rules }) => rules.map((rule) => ({ chain: name, rule }))),
+  ];
+  return pieces.flatMap(({ chain, rule }) => {
+    const rules = observed.chains.get(chain) ?? [];
+    const earlier = rules.slice(0, Math.max(0, rules.indexOf(rule))).find((other) => ending.test(other));
+    return earlier === undefined ? [] : [`${chain}: an earlier rule takes all packets: ${earlier}`];
+  });
 }
 
 // A masquerade rule of the bridge or ptp plugin in front of ours would decide first, and spare hairpin packets.
@@ -92,7 +108,46 @@ function dispatchFindings(
       ? [`${dispatchChain}: no rule leads ${unserved.join(', ')} to ${wanted.chain.name}`]
       : []),
     ...strange.map((rule) => `${dispatchChain}: the rule has other conditions than the netconf: ${rule}`),
+    ...lostAlternatives(ours, wanted),
   ];
+}
+
+// A comma list among the conditions becomes a rule for each of its values, and any of these can be lost by itself.
+function lostAlternatives(rules: readonly string[], wanted: SandboxRules): string[] {
+  return wanted.dispatch.flatMap((need) => {
+    const line = readDispatchLine(need);
+    const alternatives = alternativesOf(readConditions(tokens(need)).named);
+    if (line === undefined || alternatives.length < 2) return [];
+    return alternatives
+      .filter(
+        (alternative) =>
+          !line.ports.every((port) => rules.some((rule) => serves(rule, line, port, alternative))),
+      )
+      .map(
+        (alternative) =>
+          `${dispatchChain}: no rule leads ${line.ports.map((port) => `${port}/${line.protocol}`).join(', ')} to ${wanted.chain.name} for ${alternative.map(({ option, value }) => `${option} ${value}`).join(' ')}`,
+      );
+  });
+}
+
+function alternativesOf(named: Conditions['named']): Conditions['named'][] {
+  return named.reduce<Conditions['named'][]>(
+    (before, one) =>
+      before.flatMap((chosen) => one.value.split(',').map((value) => [...chosen, { ...one, value }])),
+    [[]],
+  );
+}
+
+function serves(rule: string, line: DispatchLine, port: number, alternative: Conditions['named']): boolean {
+  const found = readDispatchLine(rule);
+  const { named } = readConditions(tokens(rule));
+  return (
+    found?.protocol === line.protocol &&
+    found.ports.includes(port) &&
+    alternative.every(({ option, value }) =>
+      named.some((one) => one.option === option && one.value === value),
+    )
+  );
 }
 
 // Options whose values iptables respells; a comma list becomes a rule for each value.

@@ -28,9 +28,9 @@ const validators: Record<string, (value: string) => string | undefined> = {
       ? undefined
       : 'is not a container ID: letters, digits, "_", "." and "-", the first a letter or digit',
   CNI_IFNAME: (value) =>
-    value.length <= 15 && value !== '.' && value !== '..' && !/[/:\s]/.test(value)
+    Buffer.byteLength(value) <= 15 && value !== '.' && value !== '..' && !/[/:\s]/.test(value)
       ? undefined
-      : 'is not an interface name: at most 15 characters, no "/", ":" or space, not "." or ".."',
+      : 'is not an interface name: at most 15 bytes, no "/", ":" or space, not "." or ".."',
 };
 
 /** The verb of CNI_COMMAND, or undefined for one that CNI 1.1.0 does not know. */

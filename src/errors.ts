@@ -47,7 +47,7 @@ export const cniCodes = {
 export class PortmapError extends Error {
   readonly code: ErrorCode;
   readonly details: string;
-  /** What was wanted may have happened all the same: its process was ended and could not say. */
+  /** Nothing is known of what was asked for: its process was ended, or was not let look. */
   readonly isUncertain: boolean;
 
   constructor(

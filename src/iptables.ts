@@ -157,7 +157,8 @@ const builtins = ['PREROUTING', 'OUTPUT', 'POSTROUTING'];
 
 // One process lists many chains and ends at the first that is missing, so each missing chain costs one more process.
 async function readChains(tools: Tools, asked: readonly string[], budget: Budget): Promise<Ruleset> {
-  const order = [...builtins, ...asked.filter((chain) => !builtins.includes(chain))];
+  // The dispatch chain first: another program makes its jumps in the same transaction, or after it.
+  const order = [...new Set([...asked.slice(0, 1), ...builtins, ...asked])];
   const chains = new Map<string, readonly string[]>();
   const absent = new Set<string>();
   for (let rest = order; rest.length > 0;) {
@@ -235,6 +236,7 @@ function failure(program: string, outcome: Outcome, tools: Tools | undefined, in
       'UNAVAILABLE',
       `${called}: not permitted: the plugin needs root with CAP_NET_ADMIN`,
       evidence,
+      { isUncertain: true },
     );
   if (
     /can't initialize|Cannot initialize|unable to initialize|[Tt]able does not exist|table .* does not exist/.test(

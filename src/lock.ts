@@ -10,7 +10,7 @@ import { linkSync, lstatSync, renameSync, rmdirSync } from 'node:fs';
 import * as z from 'zod/mini';
 import { PortmapError, systemCode } from './errors.ts';
 import { once } from './once.ts';
-import { type Budget, isRunning, type ProcessId, processId, sleep } from './program.ts';
+import { type Budget, isRunning, isSeenRunning, type ProcessId, processId, sleep } from './program.ts';
 import { isPresent, readState, removeState, writeState } from './state.ts';
 
 /**
@@ -21,6 +21,8 @@ export const staleMs = 20_000;
 
 // How long a lock may have no holder's name: far longer than a live process takes to write it, on any load.
 const namelessMs = 4000;
+const refreshMs = 2000;
+const neverMs = 365 * 24 * 3_600_000;
 const lookMs = 500;
 
 /** A lock that is held. */
@@ -34,13 +36,13 @@ export interface HeldLock {
 export interface LockWatch {
   readonly file: string;
   nextLookMs: number;
-  /** A lock without a holder's name that was seen, and since when. */
-  nameless: { readonly identity: string; readonly sinceMs: number } | undefined;
+  /** The lock as it was last seen, and since when it is just so. */
+  seen: { readonly identity: string; readonly sinceMs: number } | undefined;
 }
 
 /** Begins to wait for the lock on `file`. */
 export function watchLock(file: string): LockWatch {
-  return { file, nextLookMs: 0, nameless: undefined };
+  return { file, nextLookMs: 0, seen: undefined };
 }
 
 /**
@@ -59,8 +61,9 @@ export async function tryLock(watch: LockWatch): Promise<HeldLock | undefined> {
       const release = await lock(watch.file, {
         realpath: false,
         lockfilePath: paths.lock,
-        stale: staleMs,
-        update: staleMs / 4,
+        // Whether a lock is stale is judged below: proper-lockfile asks the wall clock, which somebody may set.
+        stale: neverMs,
+        update: refreshMs,
         retries: 0,
         // A lost lock costs work, not correctness: a transaction is refused when its premises are gone.
         onCompromised: () => undefined,
@@ -73,7 +76,7 @@ export async function tryLock(watch: LockWatch): Promise<HeldLock | undefined> {
       }
     } catch (error) {
       if (systemCode(error) !== 'ELOCKED') throw error;
-      if (attempt === 2 || !(breakDeadLock(paths) || breakNamelessLock(watch, paths))) return undefined;
+      if (attempt === 2 || !(breakDeadLock(paths) || breakSilentLock(watch, paths))) return undefined;
     }
   }
   return undefined;
@@ -156,17 +159,20 @@ function breakDeadLock(paths: { lock: string; holder: string }): boolean {
   }
 }
 
-// Removes a lock that has no holder's name for too long; says whether it did. Its holder was killed before it had written
-// its name, or after it had withdrawn it, and no child was at work then. The time is this process's own: that of the
-// folder means nothing once somebody has set the clock.
-function breakNamelessLock(watch: LockWatch, paths: { lock: string; holder: string }): boolean {
-  const identity = isPresent(paths.holder) ? undefined : identityOf(paths.lock);
-  if (identity === undefined || identity !== watch.nameless?.identity) {
-    watch.nameless = identity === undefined ? undefined : { identity, sinceMs: performance.now() };
+// Removes a lock that nobody keeps fresh; says whether it did. Without a holder's name, its holder was killed before it
+// had written its name, or after it had withdrawn it, and no child was at work then. A holder of another pid namespace
+// can't be seen. The time is this process's own: that of the folder means nothing once somebody has set the clock.
+function breakSilentLock(watch: LockWatch, paths: { lock: string; holder: string }): boolean {
+  const identity = identityOf(paths.lock);
+  const holder = readHolder(readState(paths.holder));
+  if (identity === undefined || holder.some(isSeenRunning)) return false;
+  if (identity !== watch.seen?.identity) {
+    watch.seen = { identity, sinceMs: performance.now() };
     return false;
   }
-  if (performance.now() - watch.nameless.sinceMs < namelessMs) return false;
+  if (performance.now() - watch.seen.sinceMs < (holder.length === 0 ? namelessMs : staleMs)) return false;
   try {
+    removeState(paths.holder);
     rmdirSync(paths.lock);
     return true;
   } catch {

@@ -1,7 +1,7 @@
 // From a netconf to a complete, read-only configuration of an attachment. Pure. ADD and CHECK read everything
 // strictly; DEL takes what makes sense, so that a netconf that went bad after its ADD can still be torn down.
 import type * as z from 'zod/mini';
-import { type Address, type Family, readAddress } from './address.ts';
+import { type Address, type Family, isUnspecified, readAddress } from './address.ts';
 import { PortmapError } from './errors.ts';
 import {
   attachmentKeys,
@@ -212,12 +212,12 @@ function configWarnings(attachment: AttachmentConfig): string[] {
   const loopback6 = mappings.filter(
     (mapping) => mapping.hostIP?.text === '::1' && addresses.ipv6 !== undefined,
   );
-  const seen = new Map<string, PortMapping>();
+  const byPort = new Map<string, PortMapping[]>();
   const shadowed = mappings.filter((mapping) => {
-    const key = `${mapping.protocol} ${mapping.hostIP?.text ?? ''} ${mapping.hostPort}`;
-    if (seen.has(key)) return true;
-    seen.set(key, mapping);
-    return false;
+    const key = `${mapping.protocol} ${mapping.hostPort}`;
+    const earlier = byPort.get(key) ?? [];
+    byPort.set(key, [...earlier, mapping]);
+    return earlier.some((other) => covers(other, mapping));
   });
   return [
     ...unmapped.map(
@@ -234,6 +234,12 @@ function configWarnings(attachment: AttachmentConfig): string[] {
     ),
     ...(attachment.masqAll && !attachment.snat ? ['masqAll: has no effect because snat is false'] : []),
   ];
+}
+
+// Says whether an earlier entry of the same port and protocol takes every packet that a later one is for.
+function covers({ hostIP }: PortMapping, later: PortMapping): boolean {
+  if (hostIP === undefined || hostIP.text === later.hostIP?.text) return true;
+  return isUnspecified(hostIP) && hostIP.family === later.hostIP?.family;
 }
 
 function parse<T>(schema: z.ZodMiniType<T>, value: unknown, path: string): T {

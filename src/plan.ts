@@ -2,7 +2,7 @@
 // Changes nothing.
 import { PortmapError, toPortmapError } from './errors.ts';
 import { findTools, hasLegacyTable, observe, type Tools, type Variant } from './iptables.ts';
-import { dispatchChain, mappingsOf, retiredChain, sandboxPrefix } from './chain.ts';
+import { dispatchChain, mappingsOf, overlaps, retiredChain, sandboxPrefix } from './chain.ts';
 import { describeMapping, type PortMapping } from './netconf.ts';
 import type { Budget } from './program.ts';
 import { hashOf, type Request } from './queue.ts';
@@ -224,7 +224,9 @@ function obstacle(target: Target, views: ReadonlyMap<string, View>): PortmapErro
   for (const table of tablesOfTarget(target)) {
     const seen = views.get(tableKey(table));
     const wanted = wantedOf(target, table);
-    if (seen?.error !== undefined && !target.possible.some((other) => tableKey(other) === tableKey(table))) {
+    const isPossible = target.possible.some((other) => tableKey(other) === tableKey(table));
+    // Where rules are only possible, tools or tables that are not there say that there are none.
+    if (seen?.error !== undefined && (!isPossible || seen.error.isUncertain)) {
       if (target.after !== undefined || target.request?.change.verb === 'ADD') return seen.error;
       return new PortmapError(
         'BUSY',
@@ -299,6 +301,13 @@ function settleRivals(
         if (rival.dead === undefined) named.add(rival.description);
         else evicted.set(rival.chain, targetOfRecord(rival.dead, false, rival.dead.variant));
       }
+      for (const { ifname, config } of target.after?.attachments.slice(1) ?? [])
+        for (const mapping of mappings.filter((one) =>
+          mappingsOf(table.family, config).some((other) => overlaps(one, other)),
+        ))
+          named.add(
+            `${describeMapping(mapping)}: host port already mapped for interface ${ifname} of this container`,
+          );
       // Those that come to the table together do not see each other there.
       for (const { after } of kept)
         if (after?.variant === table.variant && !isDead(after))
@@ -321,7 +330,7 @@ function settleRivals(
       }
       warnings.set(
         target.request.token,
-        [...named].map((text) => `${text}; this sandbox now gets its traffic`),
+        [...named].map((text) => `${text}; this attachment now gets its traffic`),
       );
     }
     kept.push(target);

@@ -85,8 +85,10 @@ async function perform(
         import('./result.ts'),
       ]);
       const conf = readNetConf(network, variables.ifname);
+      // A result that can't be written must be known before anything is touched.
+      const result = renderResult(conf);
       await addSandbox(conf, variables, call);
-      return renderResult(conf);
+      return result;
     }
     case 'DEL':
       refuseOwnNamespace(variables, call.environment);

@@ -180,6 +180,11 @@ export function isRunning(process: ProcessId): boolean {
   }
 }
 
+/** Says whether this process can see that the other runs: never for one of another pid namespace. */
+export function isSeenRunning(process: ProcessId): boolean {
+  return processId('self')?.namespace === process.namespace && isRunning(process);
+}
+
 /** Waits, or less when the budget ends first. */
 export async function sleep(milliseconds: number, budget: Budget): Promise<void> {
   await new Promise<void>((resolve) => {

@@ -181,6 +181,12 @@ function isAbandoned(request: Request): boolean {
   return request.change.verb === 'ADD' && isOwnerDead(request);
 }
 
+/** Removes every trace of a request of this process, which then goes on without the queue. */
+export function drop(state: StateFolder, request: Request): void {
+  const files = sandboxFiles(state, hashOf(request));
+  for (const path of [files.request, files.taken]) if (isTextOf(readState(path), request)) removeState(path);
+}
+
 function isOwnerDead(request: Request): boolean {
   return request.owner !== undefined && !isRunning(request.owner);
 }

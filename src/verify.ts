@@ -7,6 +7,7 @@ import {
   dispatchChain,
   familiesOf,
   mappingsOf,
+  overlaps,
   sandboxHash,
   sandboxPrefix,
   sandboxRules,
@@ -18,7 +19,7 @@ import { PortmapError, toPortmapError } from './errors.ts';
 import { findTools, hasLegacyTable, observe, type Tools, variants } from './iptables.ts';
 import { readDispatch, rivalLines } from './listing.ts';
 import { withLock } from './lock.ts';
-import { type NetConf, readValidAttachments } from './netconf.ts';
+import { describeMapping, type NetConf, readValidAttachments } from './netconf.ts';
 import type { NetworkConf } from './network.ts';
 import type { Budget } from './program.ts';
 import { newRequest, type Request } from './queue.ts';
@@ -87,13 +88,23 @@ async function checkTables(
       );
       const observed = await withChains(tools, seen, rivals, budget);
       const conditions = configs.map((config) => config.conditions[family]);
-      return checkRules(
+      const earlier = attachments.slice(0, attachments.indexOf(own));
+      const covered = earlier.flatMap((other) =>
+        mappingsOf(family, conf.attachment)
+          .filter((mapping) => mappingsOf(family, other.config).some((taken) => overlaps(mapping, taken)))
+          .map(
+            (mapping) =>
+              `${family}: ${describeMapping(mapping)}: interface ${other.ifname} of this container takes its traffic`,
+          ),
+      );
+      const pieces = checkRules(
         family,
         observed,
         wanted,
         configs.flatMap((config) => mappingsOf(family, config)),
         conditions,
       ).map((finding) => `${family}: ${finding}`);
+      return [...pieces, ...covered];
     }),
   );
   return findings.flat();

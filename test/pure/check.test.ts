@@ -355,6 +355,28 @@ describe('CHECK names', () => {
     ]);
   });
 
+  test('an address of a comma list that has lost its line', () => {
+    const rest = line.replace('-p tcp', '-s 10.0.0.0/8 -p tcp');
+    const findings = check(
+      `${hooks}\n${rest}${rules()}`,
+      conf({ conditionsV4: ['-s', '10.0.0.0/8,192.168.0.0/16'] }),
+    );
+    // The rule for the other is gone, and no packet from there gets through.
+    expect(findings).toEqual([expect.stringMatching(/^CNI-HOSTPORT-DNAT: .*192\.168\.0\.0\/16/)]);
+  });
+
+  test.each([
+    ['PREROUTING', '-j ACCEPT'],
+    ['OUTPUT', '-j RETURN'],
+    ['POSTROUTING', '-j MASQUERADE'],
+    ['CNI-HOSTPORT-SETMARK', '-j RETURN'],
+    ['CNI-HOSTPORT-MASQ', '-j RETURN'],
+  ])('a rule in %s that lets nothing get as far as the plugin’s: %s', (chain, rule) => {
+    expect(check(`-A ${chain} ${rule}\n${healthy}`)).toEqual([
+      `${chain}: an earlier rule takes all packets: ${rule}`,
+    ]);
+  });
+
   test('everything at once when the table was emptied', () => {
     expect(check('').map((finding) => finding.slice(0, finding.indexOf(':')))).toEqual([
       'PREROUTING',

@@ -73,6 +73,10 @@ describe('variables that are malformed', () => {
     },
   );
 
+  test('an interface name longer than the kernel has bytes for', () => {
+    expect(complaint('ADD', { ...full, CNI_IFNAME: 'é'.repeat(8) })).toContain('CNI_IFNAME: "éééééééé"');
+  });
+
   test.each([
     ['CNI_CONTAINERID', 'a'],
     ['CNI_CONTAINERID', '0A_.-z'],
