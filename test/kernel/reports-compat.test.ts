@@ -250,6 +250,27 @@ describe.each(variants)('iptables-%s', (variant) => {
       },
     );
 
+    test('L06: that want one host port: the newest gets it, the other is named, and onConflict "fail" refuses', async () => {
+      const neighbour = { ...c2, netns: c1.netns };
+      await node.expectPlugin('ADD', attached(c1, 'eth0', 8080), c1);
+      const rules = await node.allRules();
+      const strict = { ...attached(neighbour, 'net1', 8080), onConflict: 'fail' };
+      const refused = errorOf(await node.plugin('ADD', strict, c1, { ifname: 'net1' }));
+      expect(refused.code, refused.msg).toBe(100);
+      expect(refused.msg).toContain('eth0');
+      expect(await node.allRules()).toBe(rules);
+      const second = attached(neighbour, 'net1', 8080);
+      const { stderr } = await node.expectPlugin('ADD', second, c1, { ifname: 'net1' });
+      expect(stderr).toContain('eth0');
+      expect(await answers(node, 8080), await node.allRules()).toEqual(['c2', 'c2']);
+      await node.expectPlugin('CHECK', second, c1, { ifname: 'net1' });
+      const shadowed = errorOf(await node.plugin('CHECK', attached(c1, 'eth0', 8080), c1));
+      expect(shadowed.code, shadowed.msg).toBeGreaterThanOrEqual(100);
+      await node.expectPlugin('DEL', second, c1, { ifname: 'net1' });
+      expect(await answers(node, 8080)).toEqual(['c1', 'c1']);
+      await node.expectPlugin('CHECK', attached(c1, 'eth0', 8080), c1);
+    });
+
     test('L06: a second ADD of one replaces its own mappings only', async () => {
       await node.expectPlugin('ADD', attached(c1, 'eth0', 8080), c1);
       await node.expectPlugin('ADD', attached(c1, 'net1', 8081), c1, { ifname: 'net1' });

@@ -197,6 +197,16 @@ describe.each(variants)('iptables-%s', (variant) => {
       }
     });
 
+    test('R11: an entry that an earlier one of the request takes the packets of is named', async () => {
+      const { node: own } = addresses;
+      const shadowed = [port(8080), { ...port(8080, 'tcp', own.v4), containerPort: 81 }];
+      const beside = [{ ...port(8080, 'tcp', own.v4), containerPort: 81 }, port(8080)];
+      const warned = await node.expectPlugin('ADD', netconf(c1, shadowed), c1);
+      const silent = await node.expectPlugin('ADD', netconf(c1, beside), c1);
+      expect(warned.stderr).toContain(`${own.v4}:8080->81/tcp`);
+      expect(silent.stderr).toBe('');
+    });
+
     test('R11: of ten that come at once with onConflict "fail" exactly one gets the port', async () => {
       const ids = Array.from({ length: 10 }, (_, index) => ({ ...c1, id: `rival-${index}` }));
       const conf = netconf(c1, [port(8080)], { onConflict: 'fail' });
