@@ -15,6 +15,7 @@ import {
   giveBack,
   hashOf,
   hasOrphans,
+  isOrphan,
   isWanted,
   readAnswer,
   type Request,
@@ -151,7 +152,13 @@ async function tendOrphans(state: StateFolder): Promise<void> {
 // end as well; what is not done then stays for the next call.
 async function commitOrphans(state: StateFolder, held: HeldLock): Promise<void> {
   if (!hasOrphans(state)) return;
-  const requests = claim(state);
+  const all = claim(state);
+  const requests = all.filter(isOrphan);
+  // Live owners come for themselves, and this one may have been told to end.
+  giveBack(
+    state,
+    all.filter((one) => !isOrphan(one)),
+  );
   const answers = new Map<string, Answer>();
   try {
     const round = { cover: held.cover, isWanted: (one: Request) => isWanted(state, one) };

@@ -1,6 +1,7 @@
 // Runs other programs, and bounds every wait of the call. It knows nothing of what the programs are for.
 import { accessSync, constants, readFileSync, readlinkSync, realpathSync, statSync } from 'node:fs';
 import { join } from 'node:path';
+import type { Readable } from 'node:stream';
 import { systemCode } from './errors.ts';
 
 /** The time one call has, and the signal that ends it early. */
@@ -110,7 +111,7 @@ export async function runProgram(
     };
   }
   if (subprocess.pid !== undefined) onStart?.(subprocess.pid);
-  if (onLine !== undefined && subprocess.stdout !== null) splitLines(subprocess.stdout, onLine);
+  if (onLine !== undefined && subprocess.stdout !== null) splitLines(subprocess.stdout, onLine, budget);
   // A program that ends without reading its input breaks the pipe; its exit status tells why.
   subprocess.stdin?.on('error', () => undefined);
   subprocess.stdin?.end(Buffer.from(input, 'latin1'));
@@ -135,10 +136,15 @@ function given(signal: AbortSignal): Promise<undefined> {
   });
 }
 
-function splitLines(stream: NodeJS.ReadableStream, onLine: (line: string) => void): void {
+// A program that prints without end keeps this process too busy for its own timer, so the time is looked at here too.
+function splitLines(stream: Readable, onLine: (line: string) => void, budget: Budget): void {
   let rest = '';
   stream.setEncoding('latin1');
   stream.on('data', (chunk: string) => {
+    if (budget.signal.aborted || budget.remaining() === 0) {
+      stream.destroy();
+      return;
+    }
     const lines = (rest + chunk).split('\n');
     rest = lines.pop() ?? '';
     for (const line of lines) onLine(line);

@@ -117,6 +117,11 @@ export function hasOrphans(state: StateFolder): boolean {
   });
 }
 
+/** Says whether nobody will come for a request. */
+export function isOrphan(request: Request): boolean {
+  return request.token.endsWith(undoMark) || isOwnerDead(request);
+}
+
 function isTaken(state: StateFolder, request: Request): boolean {
   return isTextOf(readState(sandboxFiles(state, hashOf(request)).taken), request);
 }

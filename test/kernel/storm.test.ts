@@ -249,7 +249,7 @@ describe.each(variants)('iptables-%s', (variant) => {
     const random = seededRandom(11);
     const members = everybody.slice(0, 12);
     let usual = 400;
-    for (const verb of ['ADD', 'DEL', 'ADD', 'DEL'] as const) {
+    for (const verb of ['ADD', 'DEL'] as const) {
       expect(complaints(await runCrowd(node, calls(verb === 'ADD' ? 'DEL' : 'ADD', members)))).toEqual([]);
       const ended = await Promise.all(
         members.map(async (member) => {
@@ -421,9 +421,9 @@ describe.each(variants)('iptables-%s', (variant) => {
   });
 
   test(
-    'after hundreds of cycles of ADD and DEL the tables and the folder are as after the first',
+    'after many cycles of ADD and DEL the tables and the folder are as after the first',
     async () => {
-      const cycles = isLong ? 1_000 : 100;
+      const cycles = isLong ? 1_000 : 40;
       const members = everybody.slice(0, 5);
       for (const member of members) await cycle(node, member);
       const before = await footprint(node);
