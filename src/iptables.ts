@@ -71,6 +71,24 @@ export function observe(tools: Tools, asked: readonly string[], budget: Budget):
   return tools.variant === 'legacy' ? readSave(tools, asked, budget) : readChains(tools, asked, budget);
 }
 
+/** The observation with further chains in it; those that were looked at before are not read again. */
+export async function observeMore(
+  tools: Tools,
+  observed: Ruleset,
+  chains: readonly string[],
+  budget: Budget,
+): Promise<Ruleset> {
+  const unread = [...new Set(chains)].filter(
+    (chain) => !observed.chains.has(chain) && !observed.absent.has(chain),
+  );
+  if (unread.length === 0) return observed;
+  const more = await observe(tools, unread, budget);
+  return {
+    chains: new Map([...observed.chains, ...more.chains]),
+    absent: new Set([...observed.absent, ...more.absent]),
+  };
+}
+
 /**
  * Commits one transaction, whole or not at all. `onStart` gets the number of the process before that process has
  * any of the text.

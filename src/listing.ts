@@ -50,41 +50,42 @@ export function readDispatchLine(rule: string): DispatchLine | undefined {
 
 /** Every mapping whose chain was observed, in the order in which the kernel tries them. */
 export function listMappings(family: Family, observed: Ruleset): ListedMapping[] {
-  const names = new Map(
-    readDispatch(observed)
-      .toReversed()
-      .map((line) => [line.chain, line]),
-  );
-  return [...new Set(readDispatch(observed).map((line) => line.chain))].flatMap((chain) =>
-    (observed.chains.get(chain) ?? []).flatMap((rule) => {
-      const match = /-p (\S+) .*--dport (\d+) .*-j DNAT --to-destination (\S+)/.exec(rule);
-      const target = /^\[?([^\]]+?)\]?:(\d+)$/.exec(match?.[3] ?? '');
-      if (match === null || target === null) return [];
-      return [
-        {
-          family,
-          protocol: match[1] ?? '',
-          hostAddress: /(?:^| )-d ([^ /]+)/.exec(rule)?.[1] ?? '',
-          hostPort: Number(match[2]),
-          containerAddress: target[1] ?? '',
-          containerPort: Number(target[2]),
-          network: names.get(chain)?.network,
-          containerId: names.get(chain)?.containerId,
-          chain,
-        },
-      ];
-    }),
-  );
+  // The first line of a chain decides its place and gives its names.
+  const lines = new Map<string, DispatchLine>();
+  for (const line of readDispatch(observed)) if (!lines.has(line.chain)) lines.set(line.chain, line);
+  return [...lines.values()].flatMap((line) => chainMappings(family, observed, line));
 }
 
-/** The lines of other sandboxes that may take packets of one of these mappings, judged by protocol and port. */
+function chainMappings(family: Family, observed: Ruleset, line: DispatchLine): ListedMapping[] {
+  const { chain, network, containerId } = line;
+  return (observed.chains.get(chain) ?? []).flatMap((rule) => {
+    const match = /-p (\S+) .*--dport (\d+) .*-j DNAT --to-destination (\S+)/.exec(rule);
+    const target = /^\[?([^\]]+?)\]?:(\d+)$/.exec(match?.[3] ?? '');
+    if (match === null || target === null) return [];
+    return [
+      {
+        family,
+        protocol: match[1] ?? '',
+        hostAddress: /(?:^| )-d ([^ /]+)/.exec(rule)?.[1] ?? '',
+        hostPort: Number(match[2]),
+        containerAddress: target[1] ?? '',
+        containerPort: Number(target[2]),
+        network,
+        containerId,
+        chain,
+      },
+    ];
+  });
+}
+
+/** Those lines of other sandboxes that may take packets of one of these mappings, judged by protocol and port. */
 export function rivalLines(
-  observed: Ruleset,
+  lines: readonly DispatchLine[],
   ownChain: string,
   mappings: readonly PortMapping[],
 ): DispatchLine[] {
   const wanted = new Set(mappings.map((mapping) => `${mapping.protocol} ${mapping.hostPort}`));
-  return readDispatch(observed).filter(
+  return lines.filter(
     (line) => line.chain !== ownChain && line.ports.some((port) => wanted.has(`${line.protocol} ${port}`)),
   );
 }
@@ -100,7 +101,7 @@ export function contested(
     return mappings.filter(
       ({ protocol, hostPort }) => protocol === line.protocol && line.ports.includes(hostPort),
     );
-  const taken = listMappings(family, observed).filter((mapping) => mapping.chain === line.chain);
+  const taken = chainMappings(family, observed, line);
   return mappings.filter((mapping) => taken.some((other) => overlaps(mapping, asMapping(other))));
 }
 

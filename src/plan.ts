@@ -1,14 +1,14 @@
 // From requests to a plan: observe the tables they touch, see who else has the ports, plan one transaction a table.
 // Changes nothing.
 import { PortmapError, toPortmapError } from './errors.ts';
-import { findTools, hasLegacyTable, observe, type Tools, type Variant } from './iptables.ts';
-import { dispatchChain, mappingsOf, overlaps, retiredChain, sandboxPrefix } from './chain.ts';
-import { describeMapping, type PortMapping } from './netconf.ts';
+import { findTools, type Tools, type Variant } from './iptables.ts';
+import { mappingsOf, overlaps, sandboxPrefix } from './chain.ts';
+import { describeMapping } from './netconf.ts';
 import type { Budget } from './program.ts';
 import { hashOf, type Request } from './queue.ts';
 import { readRecord, type SandboxRecord } from './record.ts';
-import { planTransaction, targetOf, type Ruleset, type Transaction } from './restore.ts';
-import { readDispatch } from './listing.ts';
+import { planTransaction, type Ruleset, type Transaction } from './restore.ts';
+import { newMappings, type View, view } from './view.ts';
 import { contestedBy, findRivals, isDead } from './rival.ts';
 import type { StateFolder } from './state.ts';
 import {
@@ -82,7 +82,7 @@ export async function planTargets(
   warnings = new Map<string, string[]>(),
 ): Promise<Plan> {
   const views = new Map<string, View>();
-  await view(targets, context, views);
+  await view(targets, context.budget, views);
   const fail = (target: Target, error: PortmapError) => {
     if (target.request !== undefined) failures.set(target.request.token, error);
   };
@@ -95,7 +95,7 @@ export async function planTargets(
     return error === undefined;
   });
   const { kept, evicted } = settleRivals(viable, context, views, fail, warnings);
-  await view(evicted, context, views);
+  await view(evicted, context.budget, views);
   const final = [...kept, ...evicted.filter((target) => obstacle(target, views) === undefined)];
   const tables = [...views.values()].flatMap(({ table, tools, observed }) => {
     if (tools === undefined || observed === undefined) return [];
@@ -105,14 +105,6 @@ export async function planTargets(
     return [{ table, tools, observed, transaction: planTransaction(observed, wanted) }];
   });
   return { targets: final, tables, failures, warnings };
-}
-
-interface View {
-  readonly table: Table;
-  readonly tools: Tools | undefined;
-  readonly observed: Ruleset | undefined;
-  /** Why the table can't be used; set when `tools` or `observed` is not. */
-  readonly error: PortmapError | undefined;
 }
 
 async function defaultVariant(budget: Budget): Promise<Variant> {
@@ -130,93 +122,6 @@ async function defaultVariant(budget: Budget): Promise<Variant> {
 
 function recordOfSandbox(context: BatchContext, request: Request): SandboxRecord | 'missing' | 'unknown' {
   return context.state === undefined ? 'unknown' : readRecord(context.state, hashOf(request));
-}
-
-// Reads the tables of these targets that were not read yet.
-async function view(
-  targets: readonly Target[],
-  context: BatchContext,
-  views: Map<string, View>,
-): Promise<void> {
-  const tables = new Map(
-    targets.flatMap((target) => tablesOfTarget(target).map((table) => [tableKey(table), table])),
-  );
-  const missing = [...tables].filter(([key]) => !views.has(key)).map(([, table]) => table);
-  const found = await Promise.all(missing.map((table) => viewTable(table, targets, context.budget)));
-  for (const one of found) views.set(tableKey(one.table), one);
-}
-
-async function viewTable(table: Table, targets: readonly Target[], budget: Budget): Promise<View> {
-  let tools: Tools | undefined;
-  try {
-    // Reading a legacy table makes it; where the kernel has none there is nothing to find.
-    const here = targets.filter((target) =>
-      tablesOfTarget(target).some((other) => tableKey(other) === tableKey(table)),
-    );
-    const isCertain = here.some(
-      (target) => !target.possible.some((other) => tableKey(other) === tableKey(table)),
-    );
-    if (!isCertain && table.variant === 'legacy' && !hasLegacyTable(table.family))
-      throw new PortmapError('UNAVAILABLE', `no legacy nat table for ${table.family}`);
-    tools = await findTools(table.family, table.variant, budget);
-    const observed = await observe(tools, askedChains(here, table), budget);
-    const more = table.variant === 'nft' ? unreadChains(here, table, observed) : [];
-    return {
-      table,
-      tools,
-      observed: more.length === 0 ? observed : await observeMore(tools, observed, more, budget),
-      error: undefined,
-    };
-  } catch (error) {
-    const problem = toPortmapError(error);
-    if (problem.code !== 'UNAVAILABLE') throw problem;
-    return { table, tools, observed: undefined, error: problem };
-  }
-}
-
-// The chains most likely to be there first, because the nft variant's read ends at the first that is not. Whether a
-// sandbox's own chain is there matters only when it stands alone; for many, the transaction is made to fit both.
-function askedChains(targets: readonly Target[], table: Table): string[] {
-  const rules = targets.flatMap((target) => wantedOf(target, table).rules ?? []);
-  const shared = rules.flatMap(({ marks, external }) => [...marks.map(({ name }) => name), ...external]);
-  const own = targets.length === 1 ? targets.map(({ hash }) => `${sandboxPrefix}${hash}`) : [];
-  return [...new Set([dispatchChain, ...shared, ...own])];
-}
-
-// Chains whose content is needed and known to be there: those of rivals, and of sandboxes whose rules are replaced in
-// both families, for they may have to be put back.
-function unreadChains(targets: readonly Target[], table: Table, observed: Ruleset): string[] {
-  const dispatched = new Set((observed.chains.get(dispatchChain) ?? []).map(targetOf));
-  const own = targets
-    .filter((target) => tablesOfTarget(target).length > 1)
-    .map(({ hash }) => `${sandboxPrefix}${hash}`)
-    .filter((chain) => dispatched.has(chain));
-  const rivals = targets.flatMap((target) =>
-    findRivals(
-      table.family,
-      observed,
-      `${sandboxPrefix}${target.hash}`,
-      newMappings(target, table),
-      () => undefined,
-    ).map(({ chain }) => chain),
-  );
-  const retired = [...(observed.chains.get('POSTROUTING') ?? [])]
-    .map(targetOf)
-    .filter((chain) => chain === retiredChain);
-  return [...new Set([...own, ...rivals, ...retired])].filter((chain) => !observed.chains.has(chain));
-}
-
-async function observeMore(
-  tools: Tools,
-  observed: Ruleset,
-  chains: readonly string[],
-  budget: Budget,
-): Promise<Ruleset> {
-  const more = await observe(tools, chains, budget);
-  return {
-    chains: new Map([...observed.chains, ...more.chains]),
-    absent: new Set([...observed.absent, ...more.absent]),
-  };
 }
 
 // What keeps a target from being planned: a table it needs can't be used, or another program's chain is missing.
@@ -254,19 +159,13 @@ function foreignOwner(
   const { request, before, hash } = target;
   if (request === undefined || before !== undefined) return undefined;
   return [...views.values()]
-    .flatMap(({ observed }) => (observed === undefined ? [] : readDispatch(observed)))
+    .flatMap(({ dispatch }) => dispatch)
     .flatMap(({ chain, network, containerId }) =>
       chain === `${sandboxPrefix}${hash}` && network !== undefined && containerId !== undefined
         ? [{ network, containerId }]
         : [],
     )
     .find((owner) => owner.network !== request.network || owner.containerId !== request.containerId);
-}
-
-function newMappings(target: Target, table: Table): readonly PortMapping[] {
-  const { request, after } = target;
-  if (request?.change.verb !== 'ADD' || after?.variant !== table.variant) return [];
-  return mappingsOf(table.family, request.change.attachment.config);
 }
 
 // Dead owners of a wanted port are evicted; live or unknown ones are named, or make the request fail.
@@ -287,16 +186,11 @@ function settleRivals(
   for (const target of targets) {
     const change = target.request?.change;
     const named = new Set<string>();
-    for (const { table, observed } of views.values()) {
+    for (const { table, observed, dispatch } of views.values()) {
       const mappings = newMappings(target, table);
       if (mappings.length === 0 || observed === undefined) continue;
-      for (const rival of findRivals(
-        table.family,
-        observed,
-        `${sandboxPrefix}${target.hash}`,
-        mappings,
-        recordOf,
-      )) {
+      const own = `${sandboxPrefix}${target.hash}`;
+      for (const rival of findRivals(table.family, observed, own, mappings, recordOf, dispatch)) {
         if (inBatch.has(rival.chain)) continue;
         if (rival.dead === undefined) named.add(rival.description);
         else evicted.set(rival.chain, targetOfRecord(rival.dead, false, rival.dead.variant));

@@ -3,7 +3,7 @@ import { statSync } from 'node:fs';
 import type { Family } from './address.ts';
 import { mappingsOf, overlaps, sandboxPrefix } from './chain.ts';
 import { systemCode } from './errors.ts';
-import { contested, type DispatchLine, rivalLines } from './listing.ts';
+import { contested, type DispatchLine, readDispatch, rivalLines } from './listing.ts';
 import { describeMapping, type PortMapping } from './netconf.ts';
 import type { SandboxRecord } from './record.ts';
 import type { Ruleset } from './restore.ts';
@@ -19,7 +19,8 @@ export interface Rival {
 
 /**
  * The sandboxes that contend for the host ports of `mappings` in one observed table. `recordOf` gives the record
- * behind a chain; a chain without one is of unknown owner, and unknown is never taken for dead.
+ * behind a chain; a chain without one is of unknown owner, and unknown is never taken for dead. `dispatch` is what
+ * `observed` holds of the dispatch chain, for those who ask for many sandboxes.
  */
 export function findRivals(
   family: Family,
@@ -27,9 +28,10 @@ export function findRivals(
   ownChain: string,
   mappings: readonly PortMapping[],
   recordOf: (hash: string) => SandboxRecord | undefined,
+  dispatch: readonly DispatchLine[] = readDispatch(observed),
 ): Rival[] {
   const lines = new Map(
-    rivalLines(observed, ownChain, mappings).map((line) => [
+    rivalLines(dispatch, ownChain, mappings).map((line) => [
       `${line.chain} ${line.protocol} ${line.ports.join()}`,
       line,
     ]),

@@ -16,7 +16,7 @@ import {
 import { commitTogether } from './commit.ts';
 import type { CniVariables } from './environment.ts';
 import { PortmapError, toPortmapError } from './errors.ts';
-import { findTools, hasLegacyTable, observe, type Tools, variants } from './iptables.ts';
+import { findTools, hasLegacyTable, observe, observeMore, type Tools, variants } from './iptables.ts';
 import { readDispatch, rivalLines } from './listing.ts';
 import { withLock } from './lock.ts';
 import { describeMapping, type NetConf, readValidAttachments } from './netconf.ts';
@@ -83,10 +83,12 @@ async function checkTables(
         wanted.chain.name,
       ];
       const seen = await observe(tools, asked, budget);
-      const rivals = rivalLines(seen, wanted.chain.name, mappingsOf(family, conf.attachment)).map(
-        ({ chain }) => chain,
-      );
-      const observed = await withChains(tools, seen, rivals, budget);
+      const rivals = rivalLines(
+        readDispatch(seen),
+        wanted.chain.name,
+        mappingsOf(family, conf.attachment),
+      ).map(({ chain }) => chain);
+      const observed = await observeMore(tools, seen, rivals, budget);
       const conditions = configs.map((config) => config.conditions[family]);
       const earlier = attachments.slice(0, attachments.indexOf(own));
       const covered = earlier.flatMap((other) =>
@@ -110,24 +112,6 @@ async function checkTables(
   return findings.flat();
 }
 
-/** The observation with further chains in it. */
-export async function withChains(
-  tools: Tools,
-  observed: Ruleset,
-  chains: readonly string[],
-  budget: Budget,
-): Promise<Ruleset> {
-  const unread = [...new Set(chains)].filter(
-    (chain) => !observed.chains.has(chain) && !observed.absent.has(chain),
-  );
-  if (unread.length === 0) return observed;
-  const more = await observe(tools, unread, budget);
-  return {
-    chains: new Map([...observed.chains, ...more.chains]),
-    absent: new Set([...observed.absent, ...more.absent]),
-  };
-}
-
 /** Every table of the node that can be read and may hold mappings, with all chains that have to do with them. */
 export async function observeNode(budget: Budget): Promise<{ tools: Tools; observed: Ruleset }[]> {
   const tables = variants.flatMap((variant) => families.map((family) => ({ variant, family })));
@@ -138,7 +122,7 @@ export async function observeNode(budget: Budget): Promise<{ tools: Tools; obser
         const tools = await findTools(family, variant, budget);
         const seen = await observe(tools, [dispatchChain], budget);
         const chains = readDispatch(seen).map(({ chain }) => chain);
-        return [{ tools, observed: await withChains(tools, seen, chains, budget) }];
+        return [{ tools, observed: await observeMore(tools, seen, chains, budget) }];
       } catch (error) {
         if (toPortmapError(error).code === 'UNAVAILABLE') return [];
         throw error;

@@ -191,7 +191,7 @@ describe('a rival is', () => {
   });
 
   test('never the sandbox itself', () => {
-    expect(rivalLines(observed, chainOf('web-1'), [wanted(8080), wanted(9090)])).toEqual([]);
+    expect(rivalLines(readDispatch(observed), chainOf('web-1'), [wanted(8080), wanted(9090)])).toEqual([]);
   });
 
   test('named with its container, network, chain and what it takes', () => {
