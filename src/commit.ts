@@ -4,7 +4,7 @@
 import { join } from 'node:path';
 import { commitPlan } from './batch.ts';
 import { PortmapError, toPortmapError } from './errors.ts';
-import { type HeldLock, lockBusy, tryLock, watchLock, withLock } from './lock.ts';
+import { type HeldLock, lockBusy, tryLock, watchLock, withLockIfPossible } from './lock.ts';
 import { type BatchContext, planBatch } from './plan.ts';
 import { type Budget, graceBudget, sleep } from './program.ts';
 import {
@@ -81,17 +81,19 @@ export async function submit(
 export async function commitTogether(
   requests: readonly Request[],
   state: StateFolder | undefined,
-  budget: Budget,
+  call: { readonly budget: Budget; readonly warn: (text: string) => void },
 ): Promise<Answer[]> {
   if (requests.length === 0) return [];
+  const { budget } = call;
   const answers = new Map<string, Answer>();
-  const work = async (cover: (pid: number) => void) => {
-    await commitRequests(requests, answers, { budget, state }, { cover, isWanted: () => true });
+  const work = async (held: HeldLock | undefined) => {
+    const round = { cover: held?.cover ?? (() => undefined), isWanted: () => true };
+    await commitRequests(requests, answers, { budget, state }, round);
     return [...answers.values()];
   };
-  return state === undefined
-    ? work(() => undefined)
-    : withLock(commitLock(state), budget, (held) => work(held.cover));
+  if (state === undefined) return work(undefined);
+  const onProblem = (problem: string) => call.warn(`state folder: ${problem}; working without a lock`);
+  return withLockIfPossible(commitLock(state), budget, onProblem, work);
 }
 
 /** What the node's commit lock is on. */

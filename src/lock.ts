@@ -84,23 +84,52 @@ export async function tryLock(watch: LockWatch): Promise<HeldLock | undefined> {
 
 /**
  * Runs `work` while holding the lock on `file`.
- * @throws PortmapError BUSY, naming the lock and its holder, when the budget ends before the lock is had.
+ * @throws PortmapError BUSY, naming the lock and its holder, when the budget ends before the lock is had. Throws what
+ * the system says when there can be no lock.
  */
 export async function withLock<T>(
   file: string,
   budget: Budget,
   work: (held: HeldLock) => Promise<T>,
 ): Promise<T> {
+  const held = await takeLock(file, budget);
+  try {
+    return await work(held);
+  } finally {
+    await held.release();
+  }
+}
+
+/**
+ * Runs `work` while holding the lock on `file`, or without it where there can be no lock, in a full or read-only folder:
+ * `onProblem` then gets to know why.
+ * @throws PortmapError BUSY as `withLock` does.
+ */
+export async function withLockIfPossible<T>(
+  file: string,
+  budget: Budget,
+  onProblem: (problem: string) => void,
+  work: (held: HeldLock | undefined) => Promise<T>,
+): Promise<T> {
+  let held: HeldLock | undefined;
+  try {
+    held = await takeLock(file, budget);
+  } catch (error) {
+    if (error instanceof PortmapError) throw error;
+    onProblem(error instanceof Error ? error.message : String(error));
+  }
+  try {
+    return await work(held);
+  } finally {
+    await held?.release();
+  }
+}
+
+async function takeLock(file: string, budget: Budget): Promise<HeldLock> {
   const watch = watchLock(file);
   for (let wait = 4; ; wait = Math.min(wait * 2, 60)) {
     const held = await tryLock(watch);
-    if (held !== undefined) {
-      try {
-        return await work(held);
-      } finally {
-        await held.release();
-      }
-    }
+    if (held !== undefined) return held;
     await sleep(wait * (0.5 + Math.random()), budget);
     if (budget.signal.aborted) throw lockBusy(file);
   }

@@ -18,7 +18,7 @@ import type { CniVariables } from './environment.ts';
 import { PortmapError, toPortmapError } from './errors.ts';
 import { findTools, hasLegacyTable, observe, observeMore, type Tools, variants } from './iptables.ts';
 import { readDispatch, rivalLines } from './listing.ts';
-import { withLock } from './lock.ts';
+import { withLockIfPossible } from './lock.ts';
 import { describeMapping, type NetConf, readValidAttachments } from './netconf.ts';
 import type { NetworkConf } from './network.ts';
 import type { Budget } from './program.ts';
@@ -45,7 +45,9 @@ export async function checkSandbox(
     'problem' in state
       ? undefined
       : sandboxFiles(state, sandboxHash(conf.name, variables.containerId)).record;
-  const findings = record === undefined ? await look() : await withLock(record, call.budget, look);
+  const onProblem = (problem: string) => call.warn(`state folder: ${problem}; looking without a lock`);
+  const findings =
+    record === undefined ? await look() : await withLockIfPossible(record, call.budget, onProblem, look);
   if (findings.length > 0)
     throw new PortmapError(
       'CHECK',
@@ -164,7 +166,7 @@ export async function collectGarbage(network: NetworkConf, call: Surroundings): 
     ...stale.map(({ containerId, ifname }) => newRequest(network.name, containerId, { verb: 'DEL', ifname })),
     ...[...leaked].map((containerId) => newRequest(network.name, containerId, { verb: 'DEL', ifname: '' })),
   ].map((request, index) => ({ ...request, token: `${request.token}-${index}` }));
-  const answers = await commitTogether(requests, folder, call.budget);
+  const answers = await commitTogether(requests, folder, call);
   const problems = answers.flatMap(({ error }) => (error === undefined ? [] : [error.message]));
   if (problems.length > 0)
     throw new PortmapError('BUSY', `rules may be left: ${problems.join('; ')}`, 'repeat GC');

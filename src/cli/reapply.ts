@@ -41,7 +41,7 @@ export async function reapplyRecords(terminal: {
     return [{ ...request, order: record.order }];
   });
   const numbered = requests.map((request, index) => ({ ...request, token: `${request.token}-${index}` }));
-  const answers = await commitTogether(numbered, state, terminal.budget);
+  const answers = await commitTogether(numbered, state, terminal);
   for (const warning of answers.flatMap(({ warnings }) => warnings)) terminal.warn(warning);
   const failed = answers.flatMap(({ error }) => error ?? []);
   if (failed[0] !== undefined) throw failed[0];

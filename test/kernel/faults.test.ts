@@ -108,7 +108,7 @@ const programFaults = (variant: Variant): Fault[] => [
       name: `${tool} that is killed after its commit`,
       arrange: broken(onChange(`printf '%s\\n' "$text" | $REAL "$@"; kill -9 $$`), [tool]),
       isUnknown: true,
-      ...bothTryAgain(/SIGKILL/),
+      ...bothTryAgain(/SIGKILL|time/),
     },
     {
       name: `${tool} that is killed once`,
@@ -118,7 +118,7 @@ const programFaults = (variant: Variant): Fault[] => [
     {
       name: `${tool} that is always killed`,
       arrange: broken(onChange('kill -9 $$'), [tool]),
-      ...bothTryAgain(/SIGKILL/),
+      ...bothTryAgain(/SIGKILL|time/),
     },
     {
       name: `${tool} with exit status 4, once`,
@@ -128,7 +128,7 @@ const programFaults = (variant: Variant): Fault[] => [
     {
       name: `${tool} with exit status 4, for ever`,
       arrange: broken(onChange('exit 4'), [tool]),
-      ...bothTryAgain(/ip6?tables-restore/),
+      ...bothTryAgain(/ip6?tables-restore|time/),
     },
   ]),
   {

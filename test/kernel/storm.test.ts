@@ -379,7 +379,7 @@ describe.each(variants)('iptables-%s', (variant) => {
                 ? setTimeout(
                     () => {
                       const children = child.pid === undefined ? [] : childrenOf(child.pid);
-                      isChild = children.length > 0 && random() < 0.25;
+                      isChild = children.length > 0 && random() < 0.5;
                       if (!isChild) child.kill('SIGKILL');
                       for (const one of isChild ? children.slice(0, 1) : []) killProcess(one);
                     },
