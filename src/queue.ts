@@ -186,10 +186,13 @@ function isAbandoned(request: Request): boolean {
   return request.change.verb === 'ADD' && isOwnerDead(request);
 }
 
-/** Removes every trace of a request of this process, which then goes on without the queue. */
+/**
+ * Removes every trace of a request of this process, which then goes on without the queue. It isn't read first: the
+ * process holds the sandbox's lock, and may have no file descriptor left.
+ */
 export function drop(state: StateFolder, request: Request): void {
   const files = sandboxFiles(state, hashOf(request));
-  for (const path of [files.request, files.taken]) if (isTextOf(readState(path), request)) removeState(path);
+  for (const path of [files.request, files.taken]) removeState(path);
 }
 
 function isOwnerDead(request: Request): boolean {
