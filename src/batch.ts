@@ -24,7 +24,7 @@ export async function commitPlan(
   const todo = plan.tables.filter(({ transaction }) => transaction.length > 0);
   const results = await Promise.allSettled(
     todo.map(({ tools, transaction }) =>
-      commit(tools, renderTransaction(transaction), context.budget, cover),
+      commit(tools, renderTransaction(transaction, context.naming), context.budget, cover),
     ),
   );
   const failed = results.flatMap((result) =>
@@ -64,7 +64,13 @@ async function undo(
     const seen = await observe(tools, decisiveChains(transaction), budget);
     if (!isApplied(transaction, seen)) return;
   }
-  await commit(tools, renderTransaction(invertTransaction(transaction)), budget, cover);
+  const inverse = invertTransaction(transaction);
+  try {
+    await commit(tools, renderTransaction(inverse), budget, cover);
+  } catch (error) {
+    if (toPortmapError(error).code !== 'CONFLICT') throw error;
+    await commit(tools, renderTransaction(inverse, 'place'), budget, cover);
+  }
 }
 
 // Writes what will be, or puts back what was; a sandbox that goes keeps its record until it is gone. A record that can't

@@ -201,7 +201,8 @@ async function commitRequests(
   for (let conflicts = 0; ;) {
     const wanted = requests.filter(round.isWanted);
     if (wanted.length === 0) return;
-    const error = await attempt(wanted, answers, context, round);
+    const naming = conflicts < maxConflicts - 1 ? 'text' : 'place';
+    const error = await attempt(wanted, answers, { ...context, naming }, round);
     if (error === undefined) return;
     if (context.budget.signal.aborted) throw outOfTime(context.budget, error);
     if (error.code === 'BUSY') continue;

@@ -7,7 +7,7 @@ import { describeMapping } from './netconf.ts';
 import type { Budget } from './program.ts';
 import { hashOf, type Request } from './queue.ts';
 import { readRecord, type SandboxRecord } from './record.ts';
-import { planTransaction, type Ruleset, type Transaction } from './restore.ts';
+import { type Naming, planTransaction, type Ruleset, type Transaction } from './restore.ts';
 import { newMappings, type View, view } from './view.ts';
 import { contestedBy, findRivals, isDead } from './rival.ts';
 import type { StateFolder } from './state.ts';
@@ -26,6 +26,8 @@ import {
 export interface BatchContext {
   readonly budget: Budget;
   readonly state: StateFolder | undefined;
+  /** How lines are deleted: by their place once their text was refused again and again. */
+  readonly naming?: Naming;
 }
 
 /** One table with what was seen of it and what is to be done. */

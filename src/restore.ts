@@ -113,9 +113,15 @@ export function decisiveChains(transaction: Transaction): string[] {
   return [...new Set(chains)];
 }
 
-/** The transaction as input for `iptables-restore --noflush`: one table, one COMMIT. */
-export function renderTransaction(transaction: Transaction): string {
-  return `${['*nat', ...transaction.flatMap(renderStep), 'COMMIT'].join('\n')}\n`;
+/** How a line is named that is deleted: by its text, which is a premise as well, or by its place. */
+export type Naming = 'text' | 'place';
+
+/**
+ * The transaction as input for `iptables-restore --noflush`: one table, one COMMIT. Lines are deleted by their text; a
+ * few matches (`recent`) make rules that iptables does not know again by it, and these go by their place.
+ */
+export function renderTransaction(transaction: Transaction, naming: Naming = 'text'): string {
+  return `${['*nat', ...transaction.flatMap((step) => renderStep(step, naming)), 'COMMIT'].join('\n')}\n`;
 }
 
 /** The request for the rules of these chains, in order, as input for `iptables-restore --noflush`: it changes nothing. */
@@ -209,7 +215,7 @@ function removal(observed: Ruleset, chain: string): Step[] {
   return observed.absent.has(chain) ? [] : [{ do: 'remove', chain, before: observed.chains.get(chain) }];
 }
 
-function renderStep(step: Step): string[] {
+function renderStep(step: Step, naming: Naming): string[] {
   switch (step.do) {
     case 'new':
       return [`-N ${step.chain}`];
@@ -225,7 +231,7 @@ function renderStep(step: Step): string[] {
     case 'append':
       return [`-A ${step.chain} ${step.rule}`];
     case 'delete':
-      return [`-D ${step.chain} ${step.rule}`];
+      return [`-D ${step.chain} ${naming === 'place' && step.at > 0 ? step.at : step.rule}`];
     default:
       return step satisfies never;
   }

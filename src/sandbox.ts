@@ -1,5 +1,6 @@
 // ADD and DEL of one sandbox: what to skip, and the order of the steps around the commit. What only a call with
 // something to do needs is loaded when that is clear: most calls of a node have nothing to do.
+import { resolve } from 'node:path';
 import { familiesOf, sandboxHash } from './chain.ts';
 import type { Surroundings } from './change.ts';
 import type { CniVariables } from './environment.ts';
@@ -31,7 +32,8 @@ export async function addSandbox(conf: NetConf, variables: CniVariables, call: S
   for (const warning of allowLoopback(attachment)) call.warn(warning);
   const add = {
     verb: 'ADD',
-    attachment: { ifname, netns, config: attachment },
+    // Another call, in another folder, asks later whether it is still there.
+    attachment: { ifname, netns: netns === '' ? '' : resolve(netns), config: attachment },
     onConflict: conf.onConflict,
   } as const;
   await changeSandbox(conf.name, containerId, add, call);

@@ -1,7 +1,7 @@
 // What the fields of a netconf may hold, as zod schemas. Each is made on first use: making them all takes longer than
 // reading a netconf, and most netconfs use few.
 import * as z from 'zod/mini';
-import { readAddress } from './address.ts';
+import { readAddress, readInterfaceAddress } from './address.ts';
 import { isTimeout } from './network.ts';
 import { once } from './once.ts';
 
@@ -68,7 +68,74 @@ const conditions = () =>
         (words) => words.length === 0 || /^[-!]/.test(words[0] ?? ''),
         message('does not start with an iptables option or "!": nftables syntax is not taken'),
       ),
+      z.refine(
+        (words) => words.every(isMatchOption),
+        message('holds an option that is no condition of a rule'),
+      ),
+      z.refine((words) => words.every((_, index) => isAddressGood(words, index)), {
+        error: 'holds an address that is none (names are not looked up)',
+      }),
     );
+
+// Options of iptables that are commands, or end or change the run: `--help` ends iptables-restore with success before
+// anything is committed. getopt takes any unambiguous start of a long option for the whole.
+const commands = [
+  'append',
+  'check',
+  'delete',
+  'delete-chain',
+  'exact',
+  'flush',
+  'goto',
+  'help',
+  'insert',
+  'ipv4',
+  'ipv6',
+  'jump',
+  'line-numbers',
+  'list',
+  'list-rules',
+  'modprobe',
+  'new-chain',
+  'noflush',
+  'numeric',
+  'policy',
+  'rename-chain',
+  'replace',
+  'set-counters',
+  'table',
+  'verbose',
+  'version',
+  'wait',
+  'wait-interval',
+  'zero',
+];
+// Options of matches that are also the start of one of these.
+const matchOptions = ['mode', 'pol', 'set'];
+
+function isMatchOption(word: string): boolean {
+  const long = /^--([^=]*)/.exec(word)?.[1];
+  if (long !== undefined)
+    return matchOptions.includes(long) || !commands.some((command) => command.startsWith(long));
+  // Short options that match, with their value or before it; two in one word would hide the second.
+  return !word.startsWith('-') || /^-(?:f|[sdiopm].*)$/.test(word);
+}
+
+const addressOptions = ['-s', '--source', '--src', '-d', '--destination', '--dst'];
+
+function isAddressGood(words: readonly string[], index: number): boolean {
+  if (!addressOptions.includes(words[index] ?? '')) return true;
+  return (words[index + 1] ?? '').split(',').every((part) => {
+    const [address = '', prefix, more] = part.split('/');
+    const found = readAddress(address);
+    if (found === undefined || more !== undefined) return false;
+    if (prefix === undefined) return true;
+    return (
+      readInterfaceAddress(part) !== undefined ||
+      (found.family === 'ipv4' && readAddress(prefix)?.family === 'ipv4')
+    );
+  });
+}
 
 /** The settings of a netconf, by key. */
 export const settingSchemas = {
@@ -80,6 +147,10 @@ export const settingSchemas = {
       z.regex(
         /^[^\s\0"\\!:-][^\s\0"\\]{0,27}$/,
         message('is not the name of a chain: 1 to 28 characters without spaces'),
+      ),
+      z.refine(
+        (name) => !['PREROUTING', 'INPUT', 'FORWARD', 'OUTPUT', 'POSTROUTING'].includes(name),
+        message('is a built-in chain, to which no rule can jump'),
       ),
     ),
   conditionsV4: conditions,

@@ -1,6 +1,7 @@
 // `portmap list`: who has which host port on this node.
 import type { ListedMapping } from '../listing.ts';
 import { listMappings } from '../listing.ts';
+import { findTools } from '../iptables.ts';
 import type { Budget } from '../program.ts';
 import { readRecord } from '../record.ts';
 import { sandboxPrefix } from '../chain.ts';
@@ -10,6 +11,8 @@ import { observeNode } from '../verify.ts';
 /** Every mapping in the kernel, in both families and variants, as a table or as JSON. */
 export async function listNode(json: boolean, budget: Budget): Promise<string> {
   const tables = await observeNode(budget);
+  // No table at all: then there are no tools to look with, which is not the same as no mappings.
+  if (tables.length === 0) await findTools('ipv4', undefined, budget);
   const state = openState(false);
   const rows = tables
     .flatMap(({ tools, observed }) =>
