@@ -239,7 +239,8 @@ describe.each(variants)('iptables-%s', (variant) => {
     const stayed = await calling[3]?.end;
     for (const { outcome, took } of ends) {
       expect(errorOf({ ...outcome, exitCode: outcome.exitCode ?? 128 })).toMatchObject({ code: 11 });
-      expect(took).toBeLessThan(2_000);
+      // What others have left may cost it a moment more.
+      expect(took).toBeLessThan(3_000);
     }
     expect(stayed).toMatchObject({ exitCode: 0 });
     await expectState(members.slice(3, 4));
