@@ -65,12 +65,18 @@ function startBudget(): { budget: Budget; limit: (seconds: number) => void } {
     timer.unref();
   };
   limit(defaultTimeoutSeconds);
+  let isTold = false;
   for (const signal of ['SIGTERM', 'SIGINT'] as const)
-    process.on(signal, () =>
-      controller.abort(new PortmapError('BUSY', `ended by ${signal}`, 'it is safe to repeat')),
-    );
+    process.on(signal, () => {
+      isTold = true;
+      controller.abort(new PortmapError('BUSY', `ended by ${signal}`, 'it is safe to repeat'));
+    });
   return {
-    budget: { signal: controller.signal, remaining: () => Math.max(0, end - performance.now()) },
+    budget: {
+      signal: controller.signal,
+      remaining: () => Math.max(0, end - performance.now()),
+      isTold: () => isTold,
+    },
     limit,
   };
 }

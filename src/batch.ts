@@ -1,15 +1,16 @@
 // Commits a plan: one transaction a table, all tables or none. When one is refused, those that were committed are taken
 // back before the failure is told.
 import { PortmapError, toPortmapError } from './errors.ts';
-import { commit, observe } from './iptables.ts';
+import { commit, isLineRefused, observe } from './iptables.ts';
 import type { BatchContext, Plan, PlannedTable } from './plan.ts';
 import { graceBudget } from './program.ts';
 import { removeRecord, writeRecord } from './record.ts';
-import { decisiveChains, invertTransaction, isApplied, renderTransaction } from './restore.ts';
+import { decisiveChains, invertTransaction, isApplied, renderTransaction, type Ruleset } from './restore.ts';
 import type { Target } from './target.ts';
 
-// The call may be over its time when a family has to be put back.
-const undoMs = 5000;
+// The call may be over its time, or told to end at once, when it has to look what it has done and put a family back.
+const lookMs = 800;
+const undoMs = 2000;
 
 /**
  * Commits a plan, records first. `cover` gets the number of each process that changes a table.
@@ -58,19 +59,27 @@ async function undo(
   cover: (pid: number) => void,
 ): Promise<void> {
   const { tools, transaction } = planned;
-  const budget = graceBudget(undoMs);
   if (result?.status === 'rejected') {
     if (!toPortmapError(result.reason).isUncertain) return;
-    const seen = await observe(tools, decisiveChains(transaction), budget);
-    if (!isApplied(transaction, seen)) return;
+    const seen = await observe(tools, decisiveChains(transaction), graceBudget(lookMs));
+    const isUnchanged = decisiveChains(transaction).every(
+      (chain) => textOf(seen, chain) === textOf(planned.observed, chain),
+    );
+    if (isUnchanged || !isApplied(transaction, seen)) return;
   }
+  const budget = graceBudget(undoMs);
   const inverse = invertTransaction(transaction);
   try {
     await commit(tools, renderTransaction(inverse), budget, cover);
   } catch (error) {
-    if (toPortmapError(error).code !== 'CONFLICT') throw error;
+    // By place only what was surely not done: a second time, a place is another line's.
+    if (!isLineRefused(toPortmapError(error))) throw error;
     await commit(tools, renderTransaction(inverse, 'place'), budget, cover);
   }
+}
+
+function textOf(ruleset: Ruleset, chain: string): string | undefined {
+  return ruleset.chains.get(chain)?.join('\n');
 }
 
 // Writes what will be, or puts back what was; a sandbox that goes keeps its record until it is gone. A record that can't

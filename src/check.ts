@@ -196,7 +196,7 @@ function readConditions(words: readonly string[]): Conditions {
       const value = (words[index + 1] ?? '')
         .split(',')
         .map(canonicalNetwork)
-        .filter((text) => !text.endsWith('/0'))
+        .filter((text) => !text.endsWith('/0') && text !== '+')
         .join(',');
       if (value !== '') named.push({ option, value, negated: words[index - 1] === '!' });
       index += 1;

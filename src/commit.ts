@@ -3,10 +3,11 @@
 // idempotent, so a process killed half-way costs nothing: the next one does it again.
 import { join } from 'node:path';
 import { commitPlan } from './batch.ts';
+import { isLineRefused } from './iptables.ts';
 import { PortmapError, toPortmapError } from './errors.ts';
 import { type HeldLock, lockBusy, tryLock, watchLock, withLockIfPossible } from './lock.ts';
 import { type BatchContext, planBatch } from './plan.ts';
-import { type Budget, graceBudget, sleep } from './program.ts';
+import { type Budget, graceBudget, notStarted, sleep } from './program.ts';
 import {
   type Answer,
   claim,
@@ -14,17 +15,22 @@ import {
   finish,
   giveBack,
   hashOf,
+  inOrder,
   hasOrphans,
   isOrphan,
+  undoLater,
   isWanted,
   readAnswer,
   type Request,
   withdraw,
 } from './queue.ts';
+import { readRecord } from './record.ts';
 import { isQueued, type StateFolder } from './state.ts';
 
 const maxConflicts = 4;
 const orphanMs = 3000;
+// For a call that was told to end.
+const endedMs = 600;
 const firstWaitMs = 4;
 const longestWaitMs = 100;
 
@@ -55,12 +61,17 @@ export async function submit(
     if (!isQueued(state, hashOf(request))) return settle(readAnswer(state, request));
     if (budget.signal.aborted) {
       withdraw(state, request);
-      await tendOrphans(state);
+      await tendOrphans(state, budget);
       throw outOfTime(budget, lockBusy(lock));
     }
     const held = await tryLock(watch);
     if (held === undefined) {
       await sleep(wait * (0.5 + Math.random()), budget);
+      continue;
+    }
+    if (budget.signal.aborted) {
+      // Its turn came when its time was over: it leads for nobody.
+      await held.release();
       continue;
     }
     let answer: Answer | undefined;
@@ -69,24 +80,30 @@ export async function submit(
     } finally {
       await held.release();
     }
-    await tendOrphans(state);
+    if (answer?.error !== undefined && request.change.verb === 'ADD' && isRecorded(state, request))
+      undoLater(state, request);
+    await tendOrphans(state, budget);
+    // A turn that came in the last moment has nothing to tell but the wait for it.
+    if (answer?.error?.message.includes(notStarted) === true) throw outOfTime(budget, lockBusy(lock));
     if (answer !== undefined) return settle(answer);
   }
 }
 
 /**
- * Commits requests that this process has put together itself, under the commit lock but not through the queue.
- * Returns an answer for each.
+ * Commits requests that this process puts together itself, not through the queue. They are made under the commit lock,
+ * so that what they rest on, the records, is what no other call is changing. Returns an answer for each.
  */
 export async function commitTogether(
-  requests: readonly Request[],
+  makeRequests: () => readonly Request[],
   state: StateFolder | undefined,
   call: { readonly budget: Budget; readonly warn: (text: string) => void },
 ): Promise<Answer[]> {
-  if (requests.length === 0) return [];
   const { budget } = call;
   const answers = new Map<string, Answer>();
   const work = async (held: HeldLock | undefined) => {
+    const requests = inOrder(
+      makeRequests().map((one, index) => ({ ...one, token: `${one.token}-${index}` })),
+    );
     const round = { cover: held?.cover ?? (() => undefined), isWanted: () => true };
     await commitRequests(requests, answers, { budget, state }, round);
     return [...answers.values()];
@@ -94,6 +111,12 @@ export async function commitTogether(
   if (state === undefined) return work(undefined);
   const onProblem = (problem: string) => call.warn(`state folder: ${problem}; working without a lock`);
   return withLockIfPossible(commitLock(state), budget, onProblem, work);
+}
+
+// Says whether an ADD that failed has left its record: then nobody knows what became of its rules.
+function isRecorded(state: StateFolder, request: Request): boolean {
+  const record = readRecord(state, hashOf(request));
+  return typeof record !== 'string' && record.order >= request.order;
 }
 
 /** What the node's commit lock is on. */
@@ -130,7 +153,7 @@ async function lead(
       if (one !== own && report(state, one, answers.get(one.token))) unfinished.delete(one);
     unfinished.delete(own);
     finish(state, own, { warnings: [] });
-    await commitOrphans(state, held);
+    await commitOrphans(state, held, budget);
     return answers.get(own.token) ?? { warnings: [], error: failure };
   } finally {
     giveBack(state, [...unfinished]);
@@ -139,12 +162,12 @@ async function lead(
 
 // Who leaves an orphan behind, and who gives up the commit lock, looks once more: either gets the lock, or somebody holds
 // it who will look after giving it up.
-async function tendOrphans(state: StateFolder): Promise<void> {
+async function tendOrphans(state: StateFolder, call: Budget): Promise<void> {
   if (!hasOrphans(state)) return;
   const held = await tryLock(watchLock(commitLock(state)));
   if (held === undefined) return;
   try {
-    await commitOrphans(state, held);
+    await commitOrphans(state, held, call);
   } finally {
     await held.release();
   }
@@ -152,7 +175,7 @@ async function tendOrphans(state: StateFolder): Promise<void> {
 
 // What is left of calls that are gone waits for nobody else. It gets a moment of its own, for the leader may be at its
 // end as well; what is not done then stays for the next call.
-async function commitOrphans(state: StateFolder, held: HeldLock): Promise<void> {
+async function commitOrphans(state: StateFolder, held: HeldLock, call: Budget): Promise<void> {
   if (!hasOrphans(state)) return;
   const all = claim(state);
   const requests = all.filter(isOrphan);
@@ -164,7 +187,12 @@ async function commitOrphans(state: StateFolder, held: HeldLock): Promise<void> 
   const answers = new Map<string, Answer>();
   try {
     const round = { cover: held.cover, isWanted: (one: Request) => isWanted(state, one) };
-    await commitRequests(requests, answers, { budget: graceBudget(orphanMs), state }, round);
+    await commitRequests(
+      requests,
+      answers,
+      { budget: graceBudget(call.isTold() ? endedMs : orphanMs), state },
+      round,
+    );
   } catch {
     // Out of time.
   }
@@ -198,14 +226,22 @@ async function commitRequests(
   context: BatchContext,
   round: Round,
 ): Promise<void> {
+  let busy: PortmapError | undefined;
+  let isTextRefused = false;
   for (let conflicts = 0; ;) {
     const wanted = requests.filter(round.isWanted);
     if (wanted.length === 0) return;
-    const naming = conflicts < maxConflicts - 1 ? 'text' : 'place';
+    const naming = conflicts === maxConflicts - 1 && isTextRefused ? 'place' : 'text';
     const error = await attempt(wanted, answers, { ...context, naming }, round);
     if (error === undefined) return;
-    if (context.budget.signal.aborted) throw outOfTime(context.budget, error);
-    if (error.code === 'BUSY') continue;
+    // What the call waited for before says more than the step that was cut short at its end.
+    if (context.budget.signal.aborted) throw outOfTime(context.budget, busy ?? error);
+    if (error.code === 'BUSY') {
+      busy = error;
+      await sleep(firstWaitMs, context.budget);
+      continue;
+    }
+    isTextRefused = isLineRefused(error);
     if (error.code === 'CONFLICT' && ++conflicts < maxConflicts) {
       await sleep(10 * 3 ** conflicts * (0.5 + Math.random()), context.budget);
       continue;
@@ -261,8 +297,7 @@ function outOfTime(budget: Budget, last: PortmapError): PortmapError {
 // shows in the legacy variant only as a line that failed. Where the netconf has words of its own in the rules, these
 // are to blame.
 function blame(request: Request, error: PortmapError): PortmapError {
-  const isRefused =
-    error.code === 'REJECTED' || (error.code === 'CONFLICT' && /line \d+ failed/.test(error.message));
+  const isRefused = error.code === 'REJECTED' || isLineRefused(error);
   if (!isRefused || request.change.verb !== 'ADD') return error;
   const { conditions } = request.change.attachment.config;
   const family = error.message.startsWith('ip6tables') ? 'ipv6' : 'ipv4';

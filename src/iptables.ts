@@ -106,6 +106,11 @@ export async function commit(
   if (outcome.exitCode !== 0) throw failure(tools.restore, outcome, tools, text);
 }
 
+/** Says whether a transaction was refused, whole, for one of its lines. */
+export function isLineRefused(error: PortmapError): boolean {
+  return error.code === 'CONFLICT' && !error.isUncertain && /line \d+ failed/.test(error.message);
+}
+
 /** Where the lock of the legacy variant is. */
 export function xtablesLock(): string {
   return process.env['XTABLES_LOCKFILE'] ?? '/run/xtables.lock';

@@ -126,7 +126,8 @@ export function readRemnants(
  * @throws PortmapError CONFIG when the list is absent or malformed: absence is ambiguous, so nothing may be deleted.
  */
 export function readValidAttachments(network: NetworkConf): readonly ValidAttachment[] {
-  const key = attachmentKeys.find((candidate) => network.raw[candidate] !== undefined);
+  const given = attachmentKeys.filter((candidate) => network.raw[candidate] !== undefined);
+  const key = given.find((candidate) => network.raw[candidate] !== null) ?? given[0];
   if (key === undefined)
     throw new PortmapError(
       'CONFIG',

@@ -10,12 +10,18 @@ export interface Budget {
   readonly signal: AbortSignal;
   /** Milliseconds left, never below zero; measured by the monotonic clock. */
   readonly remaining: () => number;
+  /** Says whether somebody told the call to end, rather than its time. */
+  readonly isTold: () => boolean;
 }
 
 /** A budget of its own for what must be put back after the call's time is over. */
 export function graceBudget(milliseconds: number): Budget {
   const end = performance.now() + milliseconds;
-  return { signal: AbortSignal.timeout(milliseconds), remaining: () => Math.max(0, end - performance.now()) };
+  return {
+    signal: AbortSignal.timeout(milliseconds),
+    remaining: () => Math.max(0, end - performance.now()),
+    isTold: () => false,
+  };
 }
 
 /** How a program ended. `failure` is set when it could not run or was killed. */
@@ -32,6 +38,9 @@ export interface ProcessId {
   readonly started: string;
   readonly namespace: string;
 }
+
+/** What became of a program whose turn came after the call's end. */
+export const notStarted = 'not started: the call was ended';
 
 const systemFolders = ['/usr/sbin', '/sbin', '/usr/local/sbin', '/usr/bin', '/bin'];
 // What a program may still do when it was told to end: a script's child can hold its pipes for ever.
@@ -85,8 +94,7 @@ export async function runProgram(
 ): Promise<Outcome> {
   const { execa } = await import('execa');
   const { budget, input, onLine, onStart } = options;
-  if (budget.signal.aborted)
-    return { exitCode: undefined, stderr: '', failure: 'not started: the call was ended' };
+  if (budget.signal.aborted) return { exitCode: undefined, stderr: '', failure: notStarted };
   // Without descriptors left for its pipes, the runtime throws before there is a process to speak of.
   const start = () =>
     execa(program, argv, {
@@ -112,11 +120,16 @@ export async function runProgram(
     };
   }
   if (subprocess.pid !== undefined) onStart?.(subprocess.pid);
-  if (onLine !== undefined && subprocess.stdout !== null) splitLines(subprocess.stdout, onLine, budget);
+  const isRead =
+    onLine !== undefined && subprocess.stdout !== null
+      ? splitLines(subprocess.stdout, onLine, budget)
+      : undefined;
   // A program that ends without reading its input breaks the pipe; its exit status tells why.
   subprocess.stdin?.on('error', () => undefined);
   subprocess.stdin?.end(Buffer.from(input ?? '', 'latin1'));
-  const result = await Promise.race([subprocess, given(budget.signal)]);
+  // The program may be gone before the last of its output has come through.
+  const done = Promise.all([subprocess, isRead]).then(([end]) => end);
+  const result = await Promise.race([done, given(budget.signal)]);
   if (result === undefined) return { exitCode: undefined, stderr: '', failure: 'ended: the time was up' };
   const stderr = typeof result.stderr === 'string' ? result.stderr : '';
   if (result.exitCode !== undefined) return { exitCode: result.exitCode, stderr };
@@ -137,8 +150,9 @@ function given(signal: AbortSignal): Promise<undefined> {
   });
 }
 
-// A program that prints without end keeps this process too busy for its own timer, so the time is looked at here too.
-function splitLines(stream: Readable, onLine: (line: string) => void, budget: Budget): void {
+// Resolves when all of the output was read, or no more of it will be. A program that prints without end keeps this
+// process too busy for its own timer, so the time is looked at here too.
+function splitLines(stream: Readable, onLine: (line: string) => void, budget: Budget): Promise<void> {
   let rest = '';
   stream.setEncoding('latin1');
   stream.on('data', (chunk: string) => {
@@ -150,8 +164,13 @@ function splitLines(stream: Readable, onLine: (line: string) => void, budget: Bu
     rest = lines.pop() ?? '';
     for (const line of lines) onLine(line);
   });
-  stream.on('end', () => {
-    if (rest !== '') onLine(rest);
+  return new Promise((resolve) => {
+    stream.once('end', () => {
+      if (rest !== '') onLine(rest);
+      resolve();
+    });
+    stream.once('close', resolve);
+    stream.once('error', () => resolve());
   });
 }
 

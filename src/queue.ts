@@ -177,8 +177,13 @@ export function readAnswer(state: StateFolder, request: Request): Answer {
 export function withdraw(state: StateFolder, request: Request): void {
   const hash = hashOf(request);
   removeState(sandboxFiles(state, hash).request);
-  if (!isPresent(sandboxFiles(state, hash).taken) || request.change.verb === 'DEL') return;
-  const ifname = request.change.attachment.ifname;
+  if (isPresent(sandboxFiles(state, hash).taken)) undoLater(state, request);
+}
+
+/** Leaves a DEL behind for an ADD that failed and may have left something. */
+export function undoLater(state: StateFolder, request: Request): void {
+  if (request.change.verb === 'DEL') return;
+  const { ifname } = request.change.attachment;
   enqueue(state, { ...request, token: `${request.token}${undoMark}`, change: { verb: 'DEL', ifname } });
 }
 

@@ -117,8 +117,8 @@ function isMatchOption(word: string): boolean {
   const long = /^--([^=]*)/.exec(word)?.[1];
   if (long !== undefined)
     return matchOptions.includes(long) || !commands.some((command) => command.startsWith(long));
-  // Short options that match, with their value or before it; two in one word would hide the second.
-  return !word.startsWith('-') || /^-(?:f|[sdiopm].*)$/.test(word);
+  // Short options that match; more letters in one word would hide another option, or a value.
+  return !word.startsWith('-') || /^-[sdiopmf]$/.test(word);
 }
 
 const addressOptions = ['-s', '--source', '--src', '-d', '--destination', '--dst'];

@@ -22,7 +22,7 @@ import { withLockIfPossible } from './lock.ts';
 import { describeMapping, type NetConf, readValidAttachments } from './netconf.ts';
 import type { NetworkConf } from './network.ts';
 import type { Budget } from './program.ts';
-import { newRequest, type Request } from './queue.ts';
+import { newRequest } from './queue.ts';
 import { type Attachment, readRecord, readRecords } from './record.ts';
 import type { Ruleset } from './restore.ts';
 import type { Surroundings } from './change.ts';
@@ -145,31 +145,40 @@ export async function collectGarbage(network: NetworkConf, call: Surroundings): 
     valid.some((one) => one.containerID === containerId && (ifname === undefined || one.ifname === ifname));
   const state = openState(true);
   const folder = 'problem' in state ? undefined : state;
-  const records =
-    folder === undefined ? [] : readRecords(folder).filter((record) => record.network === network.name);
-  const recorded = new Set(records.map(({ containerId }) => containerId));
-  const stale = records.flatMap(({ containerId, attachments }) =>
-    attachments
-      .filter(({ ifname }) => !isValid(containerId, ifname))
-      .map(({ ifname }) => ({ containerId, ifname })),
-  );
   const tables = await observeNode(call.budget);
-  const leaked = new Set(
-    tables
-      .flatMap(({ observed }) => readDispatch(observed))
-      .filter((line) => line.network === network.name && line.containerId !== undefined)
-      .filter((line) => line.chain === `${sandboxPrefix}${sandboxHash(network.name, line.containerId ?? '')}`)
-      .flatMap((line) => line.containerId ?? [])
-      .filter((containerId) => !recorded.has(containerId) && !isValid(containerId)),
-  );
-  const requests: Request[] = [
-    ...stale.map(({ containerId, ifname }) => newRequest(network.name, containerId, { verb: 'DEL', ifname })),
-    ...[...leaked].map((containerId) => newRequest(network.name, containerId, { verb: 'DEL', ifname: '' })),
-  ].map((request, index) => ({ ...request, token: `${request.token}-${index}` }));
-  const answers = await commitTogether(requests, folder, call);
+  const makeRequests = () => {
+    const records =
+      folder === undefined ? [] : readRecords(folder).filter((record) => record.network === network.name);
+    const recorded = new Set(records.map(({ containerId }) => containerId));
+    const stale = records.flatMap(({ containerId, attachments }) =>
+      attachments
+        .filter(({ ifname }) => !isValid(containerId, ifname))
+        .map(({ ifname }) => ({ containerId, ifname })),
+    );
+    const leaked = leakedContainers(network.name, tables).filter(
+      (containerId) => !recorded.has(containerId) && !isValid(containerId),
+    );
+    return [...stale, ...leaked.map((containerId) => ({ containerId, ifname: '' }))].map(
+      ({ containerId, ifname }) => newRequest(network.name, containerId, { verb: 'DEL', ifname }),
+    );
+  };
+  const answers = await commitTogether(makeRequests, folder, call);
   const problems = answers.flatMap(({ error }) => (error === undefined ? [] : [error.message]));
   if (problems.length > 0)
     throw new PortmapError('BUSY', `rules may be left: ${problems.join('; ')}`, 'repeat GC');
+}
+
+// The containers whose chains the kernel holds under a network's name, by the comments of the lines that lead there.
+function leakedContainers(network: string, tables: readonly { readonly observed: Ruleset }[]): string[] {
+  const lines = tables.flatMap(({ observed }) => readDispatch(observed));
+  const found = lines.flatMap(({ chain, containerId, ...line }) =>
+    line.network === network &&
+    containerId !== undefined &&
+    chain === `${sandboxPrefix}${sandboxHash(network, containerId)}`
+      ? [containerId]
+      : [],
+  );
+  return [...new Set(found)];
 }
 
 /**

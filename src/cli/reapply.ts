@@ -3,8 +3,8 @@ import { commitTogether } from '../commit.ts';
 import { PortmapError } from '../errors.ts';
 import { allowLoopback } from '../host.ts';
 import type { Budget } from '../program.ts';
-import { newRequest } from '../queue.ts';
-import { readRecords } from '../record.ts';
+import { newRequest, type Request } from '../queue.ts';
+import { readRecords, type SandboxRecord } from '../record.ts';
 import { isDead } from '../rival.ts';
 import { openState } from '../state.ts';
 
@@ -21,29 +21,34 @@ export async function reapplyRecords(terminal: {
     if (state.problem === undefined) return 'nothing to do: no sandbox is recorded';
     throw new PortmapError('IO', `state folder: ${state.problem}`);
   }
-  // The oldest first, so that the newest owner of a port is in front again.
-  const records = readRecords(state).toSorted((one, other) => one.order - other.order);
-  const dead = records.filter(isDead);
-  const requests = records.flatMap((record) => {
-    const [newest] = record.attachments;
-    if (newest === undefined) return [];
-    if (dead.includes(record))
-      return record.attachments.map(({ ifname }) =>
-        newRequest(record.network, record.containerId, { verb: 'DEL', ifname }),
-      );
-    for (const { config } of record.attachments)
-      for (const warning of allowLoopback(config)) terminal.warn(warning);
-    const request = newRequest(record.network, record.containerId, {
-      verb: 'ADD',
-      attachment: newest,
-      onConflict: 'warn',
-    });
-    return [{ ...request, order: record.order }];
-  });
-  const numbered = requests.map((request, index) => ({ ...request, token: `${request.token}-${index}` }));
-  const answers = await commitTogether(numbered, state, terminal);
+  const counts = { kept: 0, dropped: 0 };
+  const answers = await commitTogether(
+    () =>
+      readRecords(state).flatMap((record) => {
+        const isKept = !isDead(record);
+        counts[isKept ? 'kept' : 'dropped'] += 1;
+        return isKept ? putBack(record, terminal.warn) : removals(record);
+      }),
+    state,
+    terminal,
+  );
   for (const warning of answers.flatMap(({ warnings }) => warnings)) terminal.warn(warning);
   const failed = answers.flatMap(({ error }) => error ?? []);
   if (failed[0] !== undefined) throw failed[0];
-  return `${records.length - dead.length} sandbox(es) put back, ${dead.length} dead one(s) dropped`;
+  return `${counts.kept} sandbox(es) put back, ${counts.dropped} dead one(s) dropped`;
+}
+
+// In the place it had among all, so that the newest owner of a port is in front again.
+function putBack(record: SandboxRecord, warn: (text: string) => void): Request[] {
+  const [attachment] = record.attachments;
+  if (attachment === undefined) return [];
+  for (const { config } of record.attachments) for (const warning of allowLoopback(config)) warn(warning);
+  const change = { verb: 'ADD', attachment, onConflict: 'warn' } as const;
+  return [{ ...newRequest(record.network, record.containerId, change), order: record.order }];
+}
+
+function removals(record: SandboxRecord): Request[] {
+  return record.attachments.map(({ ifname }) =>
+    newRequest(record.network, record.containerId, { verb: 'DEL', ifname }),
+  );
 }
