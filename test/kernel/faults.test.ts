@@ -96,6 +96,8 @@ const programFaults = (variant: Variant): Fault[] => [
       ? {
           name: `${tool} that hangs before its commit`,
           arrange: broken(onChange('exec sleep 30'), [tool]),
+          // On a busy machine the look at what was done may not end in its moment.
+          isUnknown: true,
           ...bothTryAgain(/time/),
         }
       : {
@@ -238,7 +240,7 @@ const systemFaults: Fault[] = [
 ];
 
 const withFlows = (member: Member): Netconf => ({
-  ...memberConf(member, { timeoutSeconds: 1 }),
+  ...memberConf(member, { timeoutSeconds: 3 }),
   runtimeConfig: { portMappings: [{ hostPort: 5353, containerPort: 53, protocol: 'udp' }] },
 });
 
@@ -287,7 +289,7 @@ describe.each(variants)('iptables-%s', (variant) => {
   });
 
   const footprint = async () => ({ rules: await node.allRules(), files: await stateFiles(node) });
-  const conf = (options: Netconf = {}): Netconf => memberConf(own, { timeoutSeconds: 1, ...options });
+  const conf = (options: Netconf = {}): Netconf => memberConf(own, { timeoutSeconds: 3, ...options });
 
   /** The call, which must come to its end in time. */
   const call = async (
@@ -315,8 +317,8 @@ describe.each(variants)('iptables-%s', (variant) => {
       expect(`${error.msg} ${error.details ?? ''}`).toMatch(end.says);
       expect(`${error.msg} ${error.details ?? ''}`).not.toContain('please report');
     }
-    // One second of the call, some to put things back, and what a loaded machine adds.
-    expect(took, said).toBeLessThan(8_000);
+    // Three seconds of the call, some to put things back, and what a loaded machine adds.
+    expect(took, said).toBeLessThan(12_000);
     return outcome;
   };
 
