@@ -332,12 +332,21 @@ describe.each(variants)('iptables-%s', (variant) => {
         await repairs.pop()?.();
       }
     };
+    const neighbourLines = async (): Promise<string[]> =>
+      (await node.allRules()).split('\n').filter((line) => line.includes(sandboxChain('lab', neighbour.id)));
+    const untouched = await neighbourLines();
     await under('ADD', fault.add);
     if (fault.add === 'done') expect(await faultsOf(node, [own, neighbour])).toEqual([]);
     else {
-      const { rules, files } = await footprint();
-      expect(rules).toBe(before.rules);
-      if (fault.isUnknown !== true) expect(files).toEqual(before.files);
+      const after = await footprint();
+      // Where nobody can say what was done, a busy machine may not get to put it back either. Then the record has to
+      // stay, which leads any DEL to it, and the neighbour's rules too.
+      if (fault.isUnknown !== true) expect(after).toEqual(before);
+      else if (after.rules !== before.rules) {
+        expect(after.files).toEqual(expect.arrayContaining(before.files));
+        expect(after.files.length, after.rules).toBeGreaterThan(before.files.length);
+        expect(await neighbourLines()).toEqual(untouched);
+      }
     }
     await call('ADD', 'done');
     await call('CHECK', 'done');
