@@ -29,8 +29,9 @@ import { isQueued, type StateFolder } from './state.ts';
 
 const maxConflicts = 4;
 const orphanMs = 3000;
-// For a call that was told to end.
+// For a call that was told to end, or is over its time.
 const endedMs = 600;
+const givenBackMs = 1500;
 const firstWaitMs = 4;
 const longestWaitMs = 100;
 
@@ -60,8 +61,7 @@ export async function submit(
   for (let wait = firstWaitMs; ; wait = Math.min(wait * 2, longestWaitMs)) {
     if (!isQueued(state, hashOf(request))) return settle(readAnswer(state, request));
     if (budget.signal.aborted) {
-      withdraw(state, request);
-      await tendOrphans(state, budget);
+      if ((await takeBack(request, state, budget)) === 'finished') return settle(readAnswer(state, request));
       throw outOfTime(budget, lockBusy(lock));
     }
     const held = await tryLock(watch);
@@ -83,8 +83,6 @@ export async function submit(
     if (answer?.error !== undefined && request.change.verb === 'ADD' && isRecorded(state, request))
       undoLater(state, request);
     await tendOrphans(state, budget);
-    // A turn that came in the last moment has nothing to tell but the wait for it.
-    if (answer?.error?.message.includes(notStarted) === true) throw outOfTime(budget, lockBusy(lock));
     if (answer !== undefined) return settle(answer);
   }
 }
@@ -117,6 +115,26 @@ export async function commitTogether(
 function isRecorded(state: StateFolder, request: Request): boolean {
   const record = readRecord(state, hashOf(request));
   return typeof record !== 'string' && record.order >= request.order;
+}
+
+// A request in the hands of a leader is mostly given back at once, for the leader's time is over as well. Where it is
+// not, the ADD is undone by whoever commits next.
+async function takeBack(
+  request: Request,
+  state: StateFolder,
+  call: Budget,
+): Promise<'withdrawn' | 'finished'> {
+  const end = performance.now() + (call.isTold() ? endedMs : givenBackMs);
+  for (;;) {
+    const outcome = withdraw(state, request);
+    if (outcome !== 'taken') return outcome;
+    if (performance.now() > end) {
+      undoLater(state, request);
+      await tendOrphans(state, call);
+      return 'withdrawn';
+    }
+    await new Promise((resolve) => setTimeout(resolve, firstWaitMs * 5));
+  }
 }
 
 /** What the node's commit lock is on. */
@@ -190,7 +208,7 @@ async function commitOrphans(state: StateFolder, held: HeldLock, call: Budget): 
     await commitRequests(
       requests,
       answers,
-      { budget: graceBudget(call.isTold() ? endedMs : orphanMs), state },
+      { budget: graceBudget(call.signal.aborted ? endedMs : orphanMs), state },
       round,
     );
   } catch {
@@ -235,7 +253,7 @@ async function commitRequests(
     const error = await attempt(wanted, answers, { ...context, naming }, round);
     if (error === undefined) return;
     // What the call waited for before says more than the step that was cut short at its end.
-    if (context.budget.signal.aborted) throw outOfTime(context.budget, busy ?? error);
+    if (context.budget.signal.aborted) throw outOfTime(context.budget, busy ?? waitOf(error, context));
     if (error.code === 'BUSY') {
       busy = error;
       await sleep(firstWaitMs, context.budget);
@@ -283,6 +301,11 @@ async function attempt(
 function settle(answer: Answer | undefined): readonly string[] {
   if (answer?.error !== undefined) throw answer.error;
   return answer?.warnings ?? [];
+}
+
+// A turn that came in the last moment has nothing to tell but the wait for it.
+function waitOf(error: PortmapError, { state }: BatchContext): PortmapError {
+  return state !== undefined && error.message.includes(notStarted) ? lockBusy(commitLock(state)) : error;
 }
 
 // Why the call ended, and what it was waiting for then.

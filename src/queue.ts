@@ -171,13 +171,14 @@ export function readAnswer(state: StateFolder, request: Request): Answer {
 }
 
 /**
- * Takes back a request of this process that did not come to its turn. One that is in the hands of the committing
- * process can't be: an ADD is then followed by a DEL that whoever commits next will do. It has become an orphan.
+ * Takes back a request of this process that did not come to its turn. `taken`: it is in the hands of the committing
+ * process, which will finish it or give it back. `finished`: it was done meanwhile.
  */
-export function withdraw(state: StateFolder, request: Request): void {
-  const hash = hashOf(request);
-  removeState(sandboxFiles(state, hash).request);
-  if (isPresent(sandboxFiles(state, hash).taken)) undoLater(state, request);
+export function withdraw(state: StateFolder, request: Request): 'withdrawn' | 'taken' | 'finished' {
+  const files = sandboxFiles(state, hashOf(request));
+  // One that is just given back still lies in the other place for a moment, but nobody will do it any more.
+  if (removeState(files.request)) return 'withdrawn';
+  return isPresent(files.taken) ? 'taken' : 'finished';
 }
 
 /** Leaves a DEL behind for an ADD that failed and may have left something. */

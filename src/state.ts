@@ -140,11 +140,13 @@ export function writeState(path: string, text: string): void {
   }
 }
 
-/** Removes a file; one that is not there, or can't be removed, is left to the next who looks. */
-export function removeState(path: string): void {
+/** Removes a file; says whether it was there. One that can't be removed is left to the next who looks. */
+export function removeState(path: string): boolean {
   try {
     unlinkSync(path);
+    return true;
   } catch {
     // Already gone, or the folder is read-only: the kernel is the truth, not this file.
+    return false;
   }
 }
