@@ -8,6 +8,7 @@
 //   POSTROUTING ──▶ CNI-HOSTPORT-MASQ ──(mark)──▶ MASQUERADE
 //
 // The names are upstream's and must never change: either plugin removes what the other has added.
+import { runtime } from '#runtime';
 import { type Address, families, type Family, hostCidr, isUnspecified } from './address.ts';
 import type { AttachmentConfig, PortMapping, Protocol } from './netconf.ts';
 
@@ -51,9 +52,7 @@ const commentBytes = 255;
  * It does not know the interface, so two attachments of one container to one network share a chain.
  */
 export function sandboxHash(network: string, containerId: string): string {
-  // Loaded here because a call without mappings needs no hash, and the module takes longer to load than such a call.
-  const { createHash } = process.getBuiltinModule('node:crypto');
-  return createHash('sha512').update(`${network}${containerId}`).digest('hex').slice(0, 21);
+  return runtime.sha512(`${network}${containerId}`).slice(0, 21);
 }
 
 /** The rules that a sandbox's attachments need in one family, or undefined when they need none. */

@@ -1,7 +1,7 @@
 // Runs other programs, and bounds every wait of the call. It knows nothing of what the programs are for.
 import { accessSync, constants, readFileSync, readlinkSync, realpathSync, statSync } from 'node:fs';
 import { join } from 'node:path';
-import type { Readable } from 'node:stream';
+import { runtime } from '#runtime';
 import { systemCode } from './errors.ts';
 
 /** The time one call has, and the signal that ends it early. */
@@ -38,6 +38,8 @@ export interface ProcessId {
   readonly started: string;
   readonly namespace: string;
 }
+
+const timeWasUp = 'ended: the time was up';
 
 /** What became of a program whose turn came after the call's end. */
 export const notStarted = 'not started: the call was ended';
@@ -92,53 +94,23 @@ export async function runProgram(
     onStart?: (pid: number) => void;
   },
 ): Promise<Outcome> {
-  const { execa } = await import('execa');
   const { budget, input, onLine, onStart } = options;
   if (budget.signal.aborted) return { exitCode: undefined, stderr: '', failure: notStarted };
-  // Without descriptors left for its pipes, the runtime throws before there is a process to speak of.
-  const start = () =>
-    execa(program, argv, {
-      reject: false,
-      // A pipe that nothing goes through takes a millisecond to make.
-      stdin: input === undefined ? 'ignore' : 'pipe',
-      stdout: onLine === undefined ? 'ignore' : 'pipe',
-      stderr: 'pipe',
-      buffer: { stdout: false, stderr: true },
-      maxBuffer: 64 * 1024,
-      cancelSignal: budget.signal,
-      forceKillAfterDelay: graceMs,
-      env: { LC_ALL: 'C' },
-    });
-  let subprocess: ReturnType<typeof start>;
-  try {
-    subprocess = start();
-  } catch (error) {
-    return {
-      exitCode: undefined,
-      stderr: '',
-      failure: `could not be started: ${error instanceof Error ? error.message : String(error)}`,
-    };
-  }
-  if (subprocess.pid !== undefined) onStart?.(subprocess.pid);
-  const isRead =
-    onLine !== undefined && subprocess.stdout !== null
-      ? splitLines(subprocess.stdout, onLine, budget)
-      : undefined;
-  // A program that ends without reading its input breaks the pipe; its exit status tells why.
-  subprocess.stdin?.on('error', () => undefined);
-  subprocess.stdin?.end(Buffer.from(input ?? '', 'latin1'));
-  // The program may be gone before the last of its output has come through.
-  const done = Promise.all([subprocess, isRead]).then(([end]) => end);
-  const result = await Promise.race([done, given(budget.signal)]);
-  if (result === undefined) return { exitCode: undefined, stderr: '', failure: 'ended: the time was up' };
-  const stderr = typeof result.stderr === 'string' ? result.stderr : '';
-  if (result.exitCode !== undefined) return { exitCode: result.exitCode, stderr };
-  const reason = result.isCanceled
-    ? 'ended: the time was up'
-    : result.signal
-      ? `killed by ${result.signal}`
-      : result.originalMessage;
-  return { exitCode: undefined, stderr, failure: reason ?? 'could not be run' };
+  const lines = onLine === undefined ? undefined : lineReader(onLine, budget);
+  const done = runtime.execute(program, argv, {
+    signal: budget.signal,
+    graceMs,
+    input,
+    onText: lines?.take,
+    onStart,
+  });
+  const ending = await Promise.race([done, given(budget.signal)]);
+  if (ending === undefined) return { exitCode: undefined, stderr: '', failure: timeWasUp };
+  lines?.end();
+  const { exitCode, signal, error, stderr } = ending;
+  if (exitCode !== undefined) return { exitCode, stderr };
+  if (error !== undefined) return { exitCode, stderr, failure: `could not be started: ${error}` };
+  return { exitCode, stderr, failure: budget.signal.aborted ? timeWasUp : `killed by ${signal}` };
 }
 
 // Resolves a while after the signal is aborted, for a program that does not go.
@@ -150,28 +122,25 @@ function given(signal: AbortSignal): Promise<undefined> {
   });
 }
 
-// Resolves when all of the output was read, or no more of it will be. A program that prints without end keeps this
-// process too busy for its own timer, so the time is looked at here too.
-function splitLines(stream: Readable, onLine: (line: string) => void, budget: Budget): Promise<void> {
+// Hands on text line by line. A program that prints without end keeps this process too busy for its own timer, so the
+// time is looked at here too.
+function lineReader(
+  onLine: (line: string) => void,
+  budget: Budget,
+): { take: (text: string) => boolean; end: () => void } {
   let rest = '';
-  stream.setEncoding('latin1');
-  stream.on('data', (chunk: string) => {
-    if (budget.signal.aborted || budget.remaining() === 0) {
-      stream.destroy();
-      return;
-    }
-    const lines = (rest + chunk).split('\n');
-    rest = lines.pop() ?? '';
-    for (const line of lines) onLine(line);
-  });
-  return new Promise((resolve) => {
-    stream.once('end', () => {
+  return {
+    take: (text) => {
+      if (budget.signal.aborted || budget.remaining() === 0) return false;
+      const lines = (rest + text).split('\n');
+      rest = lines.pop() ?? '';
+      for (const line of lines) onLine(line);
+      return true;
+    },
+    end: () => {
       if (rest !== '') onLine(rest);
-      resolve();
-    });
-    stream.once('close', resolve);
-    stream.once('error', () => resolve());
-  });
+    },
+  };
 }
 
 /**

@@ -1,0 +1,66 @@
+// Bun's own ways: nothing of Node's is loaded for them.
+import { CryptoHasher, type FileSink, spawn } from 'bun';
+import { type Execution, type Runtime, stderrLimit } from './runtime.ts';
+
+export const runtime: Runtime = {
+  sha512: (text) => new CryptoHasher('sha512').update(text).digest('hex'),
+  execute: async (program, argv, execution) => {
+    const { signal, graceMs, input, onText, onStart } = execution;
+    const started = start(program, argv, execution);
+    if (typeof started === 'string') return { error: started, stderr: '' };
+    const end = () => {
+      started.kill('SIGTERM');
+      setTimeout(() => started.kill('SIGKILL'), graceMs).unref();
+    };
+    if (signal.aborted) end();
+    else signal.addEventListener('abort', end, { once: true });
+    onStart?.(started.pid);
+    if (started.stdin !== undefined) void send(started.stdin, input ?? '');
+    let stderr = '';
+    await Promise.all([
+      started.exited,
+      started.stdout === undefined ? undefined : read(started.stdout, onText ?? (() => false)),
+      read(started.stderr, (text) => {
+        stderr = (stderr + text).slice(0, stderrLimit);
+        return true;
+      }),
+    ]);
+    signal.removeEventListener('abort', end);
+    return started.exitCode === null
+      ? { signal: String(started.signalCode), stderr }
+      : { exitCode: started.exitCode, stderr };
+  },
+};
+
+// What could not be started, mostly for want of memory, processes or file descriptors, throws.
+function start(program: string, argv: readonly string[], { input, onText }: Execution) {
+  try {
+    return spawn([program, ...argv], {
+      // A pipe that nothing goes through takes a millisecond to make.
+      stdin: input === undefined ? 'ignore' : 'pipe',
+      stdout: onText === undefined ? 'ignore' : 'pipe',
+      stderr: 'pipe',
+      env: { ...process.env, LC_ALL: 'C' },
+    });
+  } catch (error) {
+    return error instanceof Error ? error.message : String(error);
+  }
+}
+
+// A program that ends without reading its input breaks the pipe; its exit status tells why.
+async function send(stdin: FileSink, input: string): Promise<void> {
+  try {
+    await stdin.write(Buffer.from(input, 'latin1'));
+    await stdin.end();
+  } catch {
+    return;
+  }
+}
+
+async function read(stream: ReadableStream<Uint8Array>, onText: (text: string) => boolean): Promise<void> {
+  try {
+    for await (const chunk of stream) if (!onText(Buffer.from(chunk).toString('latin1'))) return;
+  } catch {
+    // What could not be read is missed by whoever looks for its end.
+  }
+}
