@@ -55,20 +55,13 @@ if [ "$runtime" = bun ]; then
   case $host in x64) own=@oven/bun-linux-x64-baseline ;; arm64) own=@oven/bun-linux-aarch64 ;; esac
   bun=$(from_npm $own bin/bun)
   template=$(from_npm $template bin/bun)
-  # ESM, because Bun writes no bytecode for this code otherwise. Split, so that a call loads what it needs; without, all
-  # of Node's modules that any part imports are loaded at start. Code must be 200 times hotter than usual before it is
-  # compiled: a call is over before that pays, and it takes a fifth of a call's processor time. No file of the working
-  # directory may change the plugin.
-  "$bun" build bin/portmap.ts --compile --minify --bytecode --format=esm --splitting --compile-jit-policy=200 \
-    --no-compile-autoload-dotenv --no-compile-autoload-bunfig \
-    --no-compile-autoload-tsconfig --no-compile-autoload-package-json \
-    --compile-executable-path="$template" --outfile "$out" >/dev/null
+  "$bun" scripts/build-bun.ts "$template" "$out"
 else
   template=$(from_npm $template bin/node)
   own=$(from_npm node-linux-$host bin/node)
   node_modules/.bin/esbuild bin/portmap.ts --bundle --minify-syntax --platform=node --format=esm --target=node26 \
     --banner:js="import { createRequire as requireFrom } from 'node:module'; const require = requireFrom('/');" \
-    --metafile=dist/portmap.meta.json --log-level=warning --outfile=dist/portmap.mjs
+    --alias:graceful-fs=node:fs --metafile=dist/portmap.meta.json --log-level=warning --outfile=dist/portmap.mjs
   printf '{"main":"dist/portmap.mjs","mainFormat":"module","executable":"%s","output":"%s","disableExperimentalSEAWarning":true,"useCodeCache":%s}\n' \
     "$template" "$out" "$([ "$arch" = "$host" ] && echo true || echo false)" > dist/sea.json
   "$own" --build-sea dist/sea.json >/dev/null
