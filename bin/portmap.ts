@@ -1,6 +1,6 @@
 // The entry: a CNI call when CNI_COMMAND is set, else a command for people. The only place that reads stdin, writes
 // to stdout and ends the process.
-import { read, writeSync } from 'node:fs';
+import { closeSync, constants, fstatSync, openSync, read, readSync, writeSync } from 'node:fs';
 import { PortmapError, toPortmapError } from '../src/errors.ts';
 import { defaultTimeoutSeconds } from '../src/network.ts';
 import { answer, renderError } from '../src/plugin.ts';
@@ -8,6 +8,7 @@ import type { Budget } from '../src/program.ts';
 import { aboutText } from '../src/version.ts';
 
 const maxInputBytes = 64 * 1024 * 1024;
+const chunkBytes = 64 * 1024;
 const inputWaitMs = 30_000;
 const stdin = 0;
 const stdout = 1;
@@ -83,18 +84,43 @@ function startBudget(): { budget: Budget; limit: (seconds: number) => void } {
 
 async function readStdin(budget: Budget): Promise<string> {
   const chunks: Buffer[] = [];
-  for (let size = 0; ;) {
-    const chunk = await readChunk(budget);
-    if (chunk.length === 0) return Buffer.concat(chunks).toString('utf8');
+  let size = 0;
+  const take = (chunk: Buffer) => {
+    chunks.push(chunk);
     size += chunk.length;
     if (size > maxInputBytes)
       throw new PortmapError('IO', `stdin: more than ${maxInputBytes} bytes`, 'a netconf is a few kilobytes');
-    chunks.push(chunk);
+  };
+  if (!readWhatIsThere(take))
+    for (let chunk = await readChunk(budget); chunk.length > 0; chunk = await readChunk(budget)) take(chunk);
+  return Buffer.concat(chunks).toString('utf8');
+}
+
+// Mostly the runtime has written all of it by now, and closed the pipe: reading that through the pool of threads takes a
+// millisecond. Says whether the end was reached.
+function readWhatIsThere(take: (chunk: Buffer) => void): boolean {
+  let pipe: number | undefined;
+  try {
+    if (!fstatSync(stdin).isFIFO()) return false;
+    // Opened anew, so that not to wait is this process's matter alone.
+    pipe = openSync(`/proc/self/fd/${stdin}`, constants.O_RDONLY | constants.O_NONBLOCK);
+    for (;;) {
+      const buffer = Buffer.allocUnsafe(chunkBytes);
+      const count = readSync(pipe, buffer);
+      if (count === 0) return true;
+      take(buffer.subarray(0, count));
+    }
+  } catch (error) {
+    if (error instanceof PortmapError) throw error;
+    // There is more to come.
+    return false;
+  } finally {
+    if (pipe !== undefined) closeSync(pipe);
   }
 }
 
 function readChunk(budget: Budget): Promise<Buffer> {
-  const buffer = Buffer.allocUnsafe(64 * 1024);
+  const buffer = Buffer.allocUnsafe(chunkBytes);
   return new Promise((resolve, reject) => {
     const refuse = (message: string) =>
       reject(new PortmapError('IO', message, 'the runtime passes the netconf on stdin and closes it'));
