@@ -71,14 +71,14 @@ export async function submit(
     }
     if (budget.signal.aborted) {
       // Its turn came when its time was over: it leads for nobody.
-      await held.release();
+      held.release();
       continue;
     }
     let answer: Answer | undefined;
     try {
       answer = await lead(request, state, budget, held);
     } finally {
-      await held.release();
+      held.release();
     }
     if (answer?.error !== undefined && request.change.verb === 'ADD' && isRecorded(state, request))
       undoLater(state, request);
@@ -187,7 +187,7 @@ async function tendOrphans(state: StateFolder, call: Budget): Promise<void> {
   try {
     await commitOrphans(state, held, call);
   } finally {
-    await held.release();
+    held.release();
   }
 }
 

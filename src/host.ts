@@ -1,7 +1,6 @@
 // What a mapping needs of the node beside its rules: route_localnet on the way to the container, and no UDP or SCTP
 // flow that still goes where an older rule sent it. Never a reason to fail: what goes wrong is a warning.
 import { readFileSync, writeFileSync } from 'node:fs';
-import { networkInterfaces } from 'node:os';
 import { type Address, families, isInNetwork, readAddress } from './address.ts';
 import { boundAddress, mappingsOf } from './chain.ts';
 import type { AttachmentConfig, PortMapping } from './netconf.ts';
@@ -178,6 +177,8 @@ function isStale(
 
 function isLocal(address: Address): boolean {
   if (address.family === 'ipv4' && isInNetwork(address, '127.0.0.0/8')) return true;
+  // Few calls need it.
+  const { networkInterfaces } = process.getBuiltinModule('node:os');
   return Object.values(networkInterfaces())
     .flat()
     .some((own) => own !== undefined && readAddress(own.address.replace(/%.*/, ''))?.text === address.text);

@@ -6,7 +6,7 @@
 //
 // A lock is given up by its holder, or taken over once its holder and that child are provably dead. A lock without a
 // name is taken over after `namelessMs`; one whose holder can't be seen (another pid namespace) after `staleMs`.
-import { linkSync, lstatSync, renameSync, rmdirSync } from 'node:fs';
+import { linkSync, lstatSync, mkdirSync, renameSync, rmdirSync, statSync, utimesSync } from 'node:fs';
 import * as z from 'zod/mini';
 import { PortmapError, systemCode } from './errors.ts';
 import { once } from './once.ts';
@@ -24,12 +24,14 @@ const namelessMs = 4000;
 const refreshMs = 2000;
 const neverMs = 365 * 24 * 3_600_000;
 const lookMs = 500;
+// What proper-lockfile needs of one. Five calls that take microseconds are not worth a pool of threads.
+const lockFileSystem = { mkdirSync, statSync, utimesSync, rmdirSync };
 
 /** A lock that is held. */
 export interface HeldLock {
   /** Names a child whose work the lock covers even if this process dies; the lock is not broken while it runs. */
   readonly cover: (pid: number) => void;
-  readonly release: () => Promise<void>;
+  readonly release: () => void;
 }
 
 /** What one process has seen of a lock while it waits for it. */
@@ -55,10 +57,11 @@ export async function tryLock(watch: LockWatch): Promise<HeldLock | undefined> {
     if (performance.now() < watch.nextLookMs) return undefined;
     watch.nextLookMs = performance.now() + lookMs * (0.5 + Math.random());
   }
-  const { lock } = await import('proper-lockfile');
+  const { lockSync } = await import('proper-lockfile');
   for (const attempt of [1, 2]) {
     try {
-      const release = await lock(watch.file, {
+      const release = lockSync(watch.file, {
+        fs: lockFileSystem,
         realpath: false,
         lockfilePath: paths.lock,
         // Whether a lock is stale is judged below: proper-lockfile asks the wall clock, which somebody may set.
@@ -71,7 +74,7 @@ export async function tryLock(watch: LockWatch): Promise<HeldLock | undefined> {
       try {
         return heldLock(paths.holder, release);
       } catch (error) {
-        await release();
+        release();
         throw error;
       }
     } catch (error) {
@@ -96,7 +99,7 @@ export async function withLock<T>(
   try {
     return await work(held);
   } finally {
-    await held.release();
+    held.release();
   }
 }
 
@@ -121,7 +124,7 @@ export async function withLockIfPossible<T>(
   try {
     return await work(held);
   } finally {
-    await held?.release();
+    held?.release();
   }
 }
 
@@ -151,7 +154,7 @@ function lockPaths(file: string): { lock: string; holder: string } {
   return { lock: `${base}.lock`, holder: `${base}.holder` };
 }
 
-function heldLock(holder: string, release: () => Promise<void>): HeldLock {
+function heldLock(holder: string, release: () => void): HeldLock {
   const processes = [processId('self')];
   const note = () => writeState(holder, JSON.stringify(processes.filter((process) => process !== undefined)));
   note();
@@ -160,10 +163,14 @@ function heldLock(holder: string, release: () => Promise<void>): HeldLock {
       processes.push(processId(pid));
       note();
     },
-    release: async () => {
+    release: () => {
       // The name goes first: a name without a lock is nothing, a lock with a dead name would be broken.
       removeState(holder);
-      await release().catch(() => undefined);
+      try {
+        release();
+      } catch {
+        // Somebody has removed it.
+      }
     },
   };
 }
