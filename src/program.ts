@@ -106,7 +106,7 @@ export async function runProgram(
   });
   const ending = await Promise.race([done, given(budget.signal)]);
   if (ending === undefined) return { exitCode: undefined, stderr: '', failure: timeWasUp };
-  lines?.end();
+  if (lines?.end() === 'cut short') return { exitCode: undefined, stderr: '', failure: timeWasUp };
   const { exitCode, signal, error, stderr } = ending;
   if (exitCode !== undefined) return { exitCode, stderr };
   if (error !== undefined) return { exitCode, stderr, failure: `could not be started: ${error}` };
@@ -127,18 +127,22 @@ function given(signal: AbortSignal): Promise<undefined> {
 function lineReader(
   onLine: (line: string) => void,
   budget: Budget,
-): { take: (text: string) => boolean; end: () => void } {
+): { take: (text: string) => boolean; end: () => 'cut short' | 'whole' } {
   let rest = '';
+  let isCut = false;
   return {
     take: (text) => {
-      if (budget.signal.aborted || budget.remaining() === 0) return false;
+      isCut ||= budget.signal.aborted || budget.remaining() === 0;
+      if (isCut) return false;
       const lines = (rest + text).split('\n');
       rest = lines.pop() ?? '';
       for (const line of lines) onLine(line);
       return true;
     },
     end: () => {
+      if (isCut) return 'cut short';
       if (rest !== '') onLine(rest);
+      return 'whole';
     },
   };
 }
