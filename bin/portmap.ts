@@ -3,6 +3,7 @@
 import { closeSync, constants, fstatSync, openSync, read, readSync, writeSync } from 'node:fs';
 import { PortmapError, toPortmapError } from '../src/errors.ts';
 import { defaultTimeoutSeconds } from '../src/network.ts';
+import { once } from '../src/once.ts';
 import { answer, renderError } from '../src/plugin.ts';
 import type { Budget } from '../src/program.ts';
 import { aboutText } from '../src/version.ts';
@@ -20,10 +21,15 @@ await main();
 
 async function main(): Promise<void> {
   const { budget, limit } = startBudget();
-  const readInput = () => readStdin(budget);
+  const readInput = once(() => readStdin(budget));
   if ((process.env['CNI_COMMAND'] ?? '') !== '') {
-    const reply = await answer({ environment: process.env, readInput, limit, budget, warn });
-    exit(print(stdout, reply.output) ? reply.status : 1);
+    const call = { environment: process.env, readInput, limit, budget, warn };
+    const reply = await answer(call);
+    if (print(stdout, reply.output)) exit(reply.status);
+    // An ADD of which nobody can read that it succeeded has failed, and leaves nothing.
+    if (reply.status === 0 && process.env['CNI_COMMAND'] === 'ADD')
+      await answer({ ...call, environment: { ...process.env, CNI_COMMAND: 'DEL' } });
+    exit(1);
   }
   const argv = process.argv.slice(2);
   if (argv.length === 0) {
