@@ -281,6 +281,9 @@ function failure(program: string, outcome: Outcome, tools: Tools | undefined, in
       `${called}: can't load ${extension[1]} ${extension[2]} (kernel module xt_${extension[2]?.toLowerCase()})`,
       evidence,
     );
+  // The nft variant's kernel refuses a rule for what it says; for a chain that is gone it gives another reason.
+  if (/RULE_\w+ failed \((?:Invalid argument|Operation not supported)\)/.test(said))
+    return new PortmapError('REJECTED', `${called}: the kernel refuses a rule: ${firstLine(said)}`, evidence);
   if (outcome.exitCode === 2)
     return new PortmapError('REJECTED', `${called}: refused the rules: ${firstLine(said)}`, evidence);
   if (outcome.failure !== undefined && /ENOENT|EACCES|ENOEXEC/.test(outcome.failure))
@@ -292,7 +295,9 @@ function failure(program: string, outcome: Outcome, tools: Tools | undefined, in
 }
 
 function firstLine(text: string): string {
-  return text.split('\n').find((line) => line.trim() !== '' && !line.startsWith('#')) ?? 'no reason given';
+  const lines = text.split('\n').filter((line) => line.trim() !== '' && !line.startsWith('#'));
+  // The nft variant gives its name on a line of its own in front of what the kernel says.
+  return lines.find((line) => !/^\S+ v[\d.]+ \(\w+\): *$/.test(line)) ?? lines[0] ?? 'no reason given';
 }
 
 // The line that iptables complains of and its neighbours; the number is a hint, for it is often that of COMMIT.

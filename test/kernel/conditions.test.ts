@@ -23,12 +23,15 @@ describe.each(variants)('iptables-%s', (variant) => {
     ['jumps elsewhere', ['-j', 'ACCEPT']],
     ['is a name to look up', ['-d', 'localhost']],
     ['is an octal address', ['-d', '010.1.1.1']],
+    ['only the kernel refuses, in any place', ['-m', 'cgroup', '--path', '/nowhere']],
+    ['only the kernel refuses, for where the rule is reached from', ['-m', 'owner', '--uid-owner', '0']],
   ])('a word that %s is refused with code 7, and nothing is left', async (_, words) => {
     const before = await node.allRules();
     const outcome = await node.plugin('ADD', netconf(c1, [port(8080)], { conditionsV4: words }), c1);
     const error = errorOf(outcome);
     expect(error.code, error.msg).toBe(7);
     expect(error.msg).toContain('conditionsV4');
+    expect(error.msg).not.toMatch(/: *$/);
     expect(await node.allRules()).toBe(before);
   });
 
