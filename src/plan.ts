@@ -76,8 +76,8 @@ export async function planBatch(requests: readonly Request[], context: BatchCont
   return planTargets([...targets.values()], context, failures, warnings);
 }
 
-/** Plans for targets that are already made. */
-export async function planTargets(
+// Plans for targets that are already made.
+async function planTargets(
   targets: readonly Target[],
   context: BatchContext,
   failures = new Map<string, PortmapError>(),

@@ -64,8 +64,9 @@ export function enqueue(state: StateFolder, request: Request): void {
  * process's request, which it need not read again.
  */
 export function claim(state: StateFolder, own?: Request): Request[] {
-  removeLeftovers(state);
+  removeLeftovers(state.path, readdirSync(state.path));
   const names = readdirSync(state.queue);
+  removeLeftovers(state.queue, names);
   const hashes = new Set(
     names.flatMap((name) => /^([0-9a-f]{21})\.(?:request|taken)$/.exec(name)?.[1] ?? []),
   );
@@ -216,14 +217,11 @@ function readRequest(text: string | undefined): Request | undefined {
 const leftoverNames = [/\.(\d+)\.new$/, /\.holder\.(\d+)$/, /^[0-9a-f]{21}\.(\d+)-\d+\.result$/];
 
 // Files that only a killed process can have left: temporary ones, names of broken locks, results nobody will read.
-function removeLeftovers(state: StateFolder): void {
-  for (const folder of [state.path, state.queue])
-    for (const name of readdirSync(folder)) {
-      const pid = leftoverNames
-        .map((pattern) => pattern.exec(name)?.[1])
-        .find((found) => found !== undefined);
-      if (pid !== undefined && !isPresent(`/proc/${pid}`)) removeState(join(folder, name));
-    }
+function removeLeftovers(folder: string, names: readonly string[]): void {
+  for (const name of names) {
+    const pid = leftoverNames.map((pattern) => pattern.exec(name)?.[1]).find((found) => found !== undefined);
+    if (pid !== undefined && !isPresent(`/proc/${pid}`)) removeState(join(folder, name));
+  }
 }
 
 function resultFile(state: StateFolder, request: Request): string {
