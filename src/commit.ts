@@ -7,7 +7,7 @@ import { isLineRefused } from './iptables.ts';
 import { PortmapError, toPortmapError } from './errors.ts';
 import { type HeldLock, lockBusy, tryLock, watchLock, withLockIfPossible } from './lock.ts';
 import { type BatchContext, planBatch } from './plan.ts';
-import { type Budget, graceBudget, notStarted, sleep } from './program.ts';
+import { type Budget, graceBudget, notStarted, openAlarm, sleep, wake } from './program.ts';
 import {
   type Answer,
   claim,
@@ -20,6 +20,7 @@ import {
   isOrphan,
   undoLater,
   isWanted,
+  nextOwner,
   readAnswer,
   type Request,
   withdraw,
@@ -33,7 +34,8 @@ const orphanMs = 3000;
 const endedMs = 600;
 const givenBackMs = 1500;
 const firstWaitMs = 4;
-const longestWaitMs = 100;
+// Whoever commits wakes those that wait; they look for themselves in case it was killed.
+const longestWaitMs = 300;
 
 /**
  * Brings a request to its commit, by this process or by another, and returns the warnings it came with. The caller
@@ -58,6 +60,7 @@ export async function submit(
   enqueue(state, request);
   const lock = commitLock(state);
   const watch = watchLock(lock);
+  const alarm = openAlarm();
   for (let wait = firstWaitMs; ; wait = Math.min(wait * 2, longestWaitMs)) {
     if (!isQueued(state, hashOf(request))) return settle(readAnswer(state, request));
     if (budget.signal.aborted) {
@@ -66,19 +69,19 @@ export async function submit(
     }
     const held = await tryLock(watch);
     if (held === undefined) {
-      await sleep(wait * (0.5 + Math.random()), budget);
+      await sleep(wait * (0.5 + Math.random()), budget, alarm);
       continue;
     }
     if (budget.signal.aborted) {
       // Its turn came when its time was over: it leads for nobody.
-      held.release();
+      passOn(held, state);
       continue;
     }
     let answer: Answer | undefined;
     try {
       answer = await lead(request, state, budget, held);
     } finally {
-      held.release();
+      passOn(held, state);
     }
     if (answer?.error !== undefined && request.change.verb === 'ADD' && isRecorded(state, request))
       undoLater(state, request);
@@ -137,6 +140,13 @@ async function takeBack(
   }
 }
 
+// Gives the commit lock up, to the next in turn if there is one.
+function passOn(held: HeldLock, state: StateFolder): void {
+  held.release();
+  const next = nextOwner(state);
+  if (next !== undefined) wake([next]);
+}
+
 /** What the node's commit lock is on. */
 export function commitLock(state: StateFolder): string {
   return join(state.path, 'commit.queue');
@@ -167,9 +177,9 @@ async function lead(
     } catch (error) {
       failure = toPortmapError(error);
     }
-    for (const one of requests)
-      if (one !== own && report(state, one, answers.get(one.token))) unfinished.delete(one);
-    unfinished.delete(own);
+    const told = requests.filter((one) => one !== own && report(state, one, answers.get(one.token)));
+    for (const one of [own, ...told]) unfinished.delete(one);
+    wake(told.flatMap(({ owner }) => owner ?? []));
     finish(state, own, { warnings: [] });
     await commitOrphans(state, held, budget);
     return answers.get(own.token) ?? { warnings: [], error: failure };

@@ -184,10 +184,40 @@ export function isSeenRunning(process: ProcessId): boolean {
   return processId('self')?.namespace === process.namespace && isRunning(process);
 }
 
-/** Waits, or less when the budget ends first. */
-export async function sleep(milliseconds: number, budget: Budget): Promise<void> {
+/** What cuts a sleep short: another process, by `wake`. One that rings between two sleeps cuts the next. */
+export interface Alarm {
+  isRung: boolean;
+  onRing: () => void;
+}
+
+// Nothing happens to a process that gets it and does not listen.
+const wakeSignal = 'SIGCONT';
+
+/** Listens for `wake` from now on. */
+export function openAlarm(): Alarm {
+  const alarm: Alarm = { isRung: false, onRing: () => undefined };
+  process.on(wakeSignal, () => {
+    alarm.isRung = true;
+    alarm.onRing();
+  });
+  return alarm;
+}
+
+/** Wakes those of these processes that can be seen from here. Whether they slept, or listen at all, does not matter. */
+export function wake(sleepers: readonly ProcessId[]): void {
+  const here = sleepers.length === 0 ? undefined : processId('self')?.namespace;
+  for (const { pid, started, namespace } of sleepers)
+    try {
+      if (namespace === here && processId(pid)?.started === started) process.kill(pid, wakeSignal);
+    } catch {
+      // It has ended meanwhile.
+    }
+}
+
+/** Waits, or less when the budget ends first or the alarm rings. */
+export async function sleep(milliseconds: number, budget: Budget, alarm?: Alarm): Promise<void> {
   await new Promise<void>((resolve) => {
-    if (budget.signal.aborted) {
+    if (budget.signal.aborted || alarm?.isRung === true) {
       resolve();
       return;
     }
@@ -198,5 +228,7 @@ export async function sleep(milliseconds: number, budget: Budget): Promise<void>
     };
     const timer = setTimeout(end, Math.min(milliseconds, budget.remaining()));
     budget.signal.addEventListener('abort', end, { once: true });
+    if (alarm !== undefined) alarm.onRing = end;
   });
+  if (alarm !== undefined) alarm.isRung = false;
 }

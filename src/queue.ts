@@ -9,7 +9,7 @@ import { join } from 'node:path';
 import * as z from 'zod/mini';
 import { sandboxHash } from './chain.ts';
 import { errorCodes, PortmapError, toPortmapError } from './errors.ts';
-import { isRunning, type ProcessId, processId } from './program.ts';
+import { isRunning, isSeenRunning, type ProcessId, processId } from './program.ts';
 import { processSchema } from './lock.ts';
 import { once } from './once.ts';
 import { type Attachment, attachmentSchema } from './record.ts';
@@ -116,6 +116,16 @@ export function hasOrphans(state: StateFolder): boolean {
     const pid = /"pid":(\d+)/.exec(text)?.[1];
     return text.includes(`${undoMark}"`) || (pid !== undefined && !isPresent(`/proc/${pid}`));
   });
+}
+
+/** A live owner of a request that waits, to be woken by whoever gives up the commit lock. */
+export function nextOwner(state: StateFolder): ProcessId | undefined {
+  for (const name of readdirSync(state.queue)) {
+    const text = name.endsWith('.request') ? readState(join(state.queue, name)) : undefined;
+    const owner = readRequest(text)?.owner;
+    if (owner !== undefined && isSeenRunning(owner)) return owner;
+  }
+  return undefined;
 }
 
 /** Says whether nobody will come for a request. */
