@@ -1,18 +1,16 @@
 // The commands for people: what they print, and that those which only look change nothing.
-import { afterAll, beforeAll, beforeEach, describe, expect, test } from 'vitest';
+import { expect, test } from 'vitest';
 import { bareConf, port, sandboxChain, stateFiles, wipe } from '../footprint.ts';
 import {
   addresses,
   cniVersions,
   type Container,
-  type LabNode,
   netconf,
-  openNode,
   type Outcome,
   portmapBin,
   upstreamBin,
-  variants,
 } from '../lab.ts';
+import { describeVariants } from '../nodes.ts';
 
 /** What a plan says to do, by program: comment lines name the program that takes the transaction. */
 const transactions = (text: string): { program: string; lines: string }[] =>
@@ -21,19 +19,7 @@ const transactions = (text: string): { program: string; lines: string }[] =>
     lines,
   }));
 
-describe.each(variants)('iptables-%s', (variant) => {
-  let node: LabNode;
-  let c1: Container;
-  let c2: Container;
-
-  beforeAll(async () => {
-    node = await openNode({ variant });
-    c1 = await node.addContainer('c1');
-    c2 = await node.addContainer('c2');
-  });
-  afterAll(() => node?.close());
-  beforeEach(() => wipe(node));
-
+describeVariants({}, ({ variant, node, c1, c2 }) => {
   const portmap = (args: readonly string[], input = ''): Promise<Outcome> =>
     node.run([portmapBin, ...args], { input });
   const plan = (verb: string, conf: unknown, container = c1): Promise<Outcome> =>

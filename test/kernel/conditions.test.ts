@@ -1,19 +1,10 @@
 // What the words of conditionsV4 and conditionsV6 may do to a run of iptables-restore: nothing but narrow the rule.
-import { afterAll, beforeAll, beforeEach, describe, expect, test } from 'vitest';
-import { errorOf, expectNoSandbox, port, wipe } from '../footprint.ts';
-import { type Container, type LabNode, netconf, openNode, variants } from '../lab.ts';
+import { expect, test } from 'vitest';
+import { errorOf, expectNoSandbox, port } from '../footprint.ts';
+import { netconf } from '../lab.ts';
+import { describeVariants } from '../nodes.ts';
 
-describe.each(variants)('iptables-%s', (variant) => {
-  let node: LabNode;
-  let c1: Container;
-
-  beforeAll(async () => {
-    node = await openNode({ variant });
-    c1 = await node.addContainer('c1');
-  });
-  afterAll(() => node?.close());
-  beforeEach(() => wipe(node));
-
+describeVariants({}, ({ node, c1 }) => {
   test.each([
     ['ends the run with success before the commit', ['-h']],
     ['is the start of such an option', ['--vers']],

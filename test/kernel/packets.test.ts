@@ -1,7 +1,7 @@
 // What packets do: who reaches a mapped port, whom the container sees asking, and what closes it again. Every case
 // adds a sandbox of its own on ports of its own, asks, deletes, and judges only then, so a failed case leaves
 // nothing to the next.
-import { afterAll, beforeAll, beforeEach, describe, expect, test } from 'vitest';
+import { beforeAll, beforeEach, describe, expect, test } from 'vitest';
 import {
   addresses,
   type Container,
@@ -9,11 +9,10 @@ import {
   type LabNode,
   netconf,
   type Netconf,
-  openNode,
   type PortMapping,
   type Request,
-  variants,
 } from '../lab.ts';
+import { describeVariants } from '../nodes.ts';
 import { sendSctp } from '../sctp.ts';
 import type { Answer, Transport } from '../station.ts';
 
@@ -61,22 +60,10 @@ const sandboxOf = (container: Container): Container => ({
   id: `sandbox-${(lastSandbox += 1)}`,
 });
 
-describe.each(variants)('iptables-%s', (variant) => {
-  let node: LabNode;
-  let c1: Container;
-  let c2: Container;
-
+describeVariants({ serving: transports, isKept: true }, ({ node, c1, c2 }) => {
   beforeAll(async () => {
-    node = await openNode({ variant });
-    c1 = await node.addContainer('c1');
-    c2 = await node.addContainer('c2');
-    for (const container of [c1, c2])
-      for (const protocol of transports)
-        for (const family of families)
-          await node.serve(container.name, { protocol, address: container[family], port: 80 });
     await node.sh(`ip addr add ${extra.v4}/24 dev ext0; ip addr add ${extra.v6}/64 dev ext0 nodad`);
   });
-  afterAll(() => node?.close());
 
   /** ADD, the body, DEL; the rules that stood during the body come back for the messages. */
   async function mapped<T>(

@@ -1,18 +1,10 @@
 // Many calls at once, calls repeated, and calls that fail half-way: whatever the order, the tables end as if the
 // calls had come one after the other, and a call that fails has done nothing.
-import { readdir, readFile } from 'node:fs/promises';
-import { afterAll, beforeAll, beforeEach, describe, expect, test } from 'vitest';
-import {
-  addresses,
-  type Container,
-  families,
-  type LabNode,
-  netconf,
-  openNode,
-  type Outcome,
-  type PortMapping,
-  variants,
-} from '../lab.ts';
+import { readFile } from 'node:fs/promises';
+import { beforeAll, describe, expect, test } from 'vitest';
+import { count, stateFiles } from '../footprint.ts';
+import { addresses, type Container, families, netconf, type Outcome, type PortMapping } from '../lab.ts';
+import { describeVariants } from '../nodes.ts';
 
 const crowd = 40;
 const numbers = Array.from({ length: crowd }, (_, index) => index + 1);
@@ -27,25 +19,17 @@ const failures = (outcomes: readonly Outcome[]): string[] =>
     .filter(({ exitCode }) => exitCode !== 0)
     .map(({ exitCode, stdout, stderr }) => `exit ${exitCode}: ${stdout}${stderr}`);
 
-const count = (text: string, pattern: RegExp): number => text.match(pattern)?.length ?? 0;
-
 /** A tool that does as the script says where the input writes. The nft variant is read with the same program. */
 const failing = (script: string): string =>
   `text=$(cat)
    case $text in *-A*|*-N*|*:CNI*) ${script} ;; esac
    printf '%s\\n' "$text" | $REAL "$@"`;
 
-describe.each(variants)('iptables-%s', (variant) => {
-  let node: LabNode;
-  let c1: Container;
-  let c2: Container;
+describeVariants({}, ({ node, c1, c2 }) => {
   /** Sandboxes with addresses of their own; their servers all live in c1's namespace. */
   let sandboxes: Container[];
 
   beforeAll(async () => {
-    node = await openNode({ variant });
-    c1 = await node.addContainer('c1');
-    c2 = await node.addContainer('c2');
     sandboxes = numbers.map((number) => ({
       name: 'c1',
       id: `crowd-${number}`,
@@ -63,21 +47,7 @@ describe.each(variants)('iptables-%s', (variant) => {
       await node.serve('c2', { protocol: 'tcp', address, port: 80 });
     }
   });
-  afterAll(() => node?.close());
-  beforeEach(async () => {
-    // An empty nat table that exists, with a rule of somebody else in it, and nothing remembered.
-    await node.sh(
-      'cat > /run/empty; iptables-restore < /run/empty; ip6tables-restore < /run/empty; rm -rf /run/portmap',
-      {
-        input: '*nat\n-A PREROUTING -p tcp -m tcp --dport 7 -j ACCEPT\nCOMMIT\n',
-      },
-    );
-  });
 
-  const files = async (): Promise<string[]> => {
-    const found = await readdir(`${node.root}/run/portmap`, { recursive: true }).catch((): string[] => []);
-    return found.filter((name) => name !== 'queue').toSorted();
-  };
   const reached = (hostPort: number, family: 'v4' | 'v6') =>
     node.probe('client', { protocol: 'tcp', address: addresses.node[family], port: hostPort });
 
@@ -88,7 +58,7 @@ describe.each(variants)('iptables-%s', (variant) => {
     const rules = await node.allRules();
     expect(failures(dels), rules).toEqual([]);
     expect(count(rules, /CNI-DN-/g), rules).toBe(0);
-    expect(await files()).toEqual([]);
+    expect(await stateFiles(node)).toEqual([]);
   });
 
   test('forty first ADDs at once: every sandbox is reached, and each shared jump is there once', async () => {
@@ -124,7 +94,7 @@ describe.each(variants)('iptables-%s', (variant) => {
     expect(failures(dels), rules).toEqual([]);
     expect(count(rules, /CNI-DN-/g), rules).toBe(0);
     expect(count(rules, /-j CNI-HOSTPORT-DNAT/g), rules).toBe(4);
-    expect(await files()).toEqual([]);
+    expect(await stateFiles(node)).toEqual([]);
   });
 
   test('ADDs and DELs at once leave each sandbox as its own last call wants it', async () => {
@@ -170,7 +140,7 @@ describe.each(variants)('iptables-%s', (variant) => {
     expect(rules).not.toMatch(/--dports?\s[\d,]*8080/);
     expect(again).toBe(rules);
     expect(left).not.toContain('CNI-DN-');
-    expect(await files()).toEqual([]);
+    expect(await stateFiles(node)).toEqual([]);
   });
 
   test('a second ADD that has lost a family takes that family away', async () => {
@@ -218,7 +188,7 @@ describe.each(variants)('iptables-%s', (variant) => {
       const outcome = await node.plugin('ADD', conf, c1);
       await node.unwrapTool(tool);
       const after = await node.allRules();
-      const left = await files();
+      const left = await stateFiles(node);
       await node.expectPlugin('ADD', conf, c1);
       await node.expectPlugin('DEL', conf, c1);
       expect(outcome.exitCode, outcome.stdout).toBe(1);
@@ -230,12 +200,12 @@ describe.each(variants)('iptables-%s', (variant) => {
     test.each(restores)('leaves nothing beside a neighbour ($tool: $says)', async ({ tool, script }) => {
       await node.expectPlugin('ADD', netconf(c2, both(8088)), c2);
       const rules = await node.allRules();
-      const before = await files();
+      const before = await stateFiles(node);
       await node.wrapTool(tool, failing(script));
       const outcome = await node.plugin('ADD', netconf(c1, both(8080), { timeoutSeconds: 2 }), c1);
       await node.unwrapTool(tool);
       const after = await node.allRules();
-      const left = await files();
+      const left = await stateFiles(node);
       await node.expectPlugin('DEL', netconf(c2, both(8088)), c2);
       expect(outcome.exitCode, outcome.stdout).toBe(1);
       expect(after, outcome.stdout).toBe(rules);
@@ -263,7 +233,7 @@ describe.each(variants)('iptables-%s', (variant) => {
 
   const recordTexts = async (): Promise<string[]> =>
     Promise.all(
-      (await files())
+      (await stateFiles(node))
         .filter((name) => name.endsWith('.record'))
         .map((name) => readFile(`${node.root}/run/portmap/${name}`, 'utf8')),
     );

@@ -1,8 +1,9 @@
 // Input that ADD refuses: one JSON error with the right code, that names the field and the value; and neither the
 // tables nor the state folder know afterwards that it was ever called.
-import { readdir } from 'node:fs/promises';
-import { afterAll, beforeAll, describe, expect, test } from 'vitest';
-import { type Container, type LabNode, netconf, type Netconf, openNode, variants } from '../lab.ts';
+import { beforeAll, expect, test } from 'vitest';
+import { stateFiles } from '../footprint.ts';
+import { type Container, netconf, type Netconf } from '../lab.ts';
+import { describeVariants } from '../nodes.ts';
 
 type Refusal = {
   readonly title: string;
@@ -183,22 +184,11 @@ const kernelRefusals: Refusal[] = [
   },
 ];
 
-describe.each(variants)('iptables-%s', (variant) => {
-  let node: LabNode;
-  let c1: Container;
-
+describeVariants({ isKept: true }, ({ variant, node, c1 }) => {
   beforeAll(async () => {
-    node = await openNode({ variant });
-    c1 = await node.addContainer('c1');
     await node.sh(`iptables -t nat -N ONLY-IN-V4
       ip6tables -t nat -A OUTPUT -p tcp -m tcp --dport 7 -j ACCEPT`);
   });
-  afterAll(() => node?.close());
-
-  const files = async (): Promise<string[]> => {
-    const found = await readdir(`${node.root}/run/portmap`, { recursive: true }).catch((): string[] => []);
-    return found.filter((name) => name !== 'queue').toSorted();
-  };
 
   // What never reaches iptables cannot depend on its variant.
   const list = variant === 'nft' ? [...refusals, ...kernelRefusals] : kernelRefusals;
@@ -207,7 +197,7 @@ describe.each(variants)('iptables-%s', (variant) => {
     const rules = await node.allRules();
     const outcome = await node.plugin('ADD', conf, c1);
     const after = await node.allRules();
-    const left = await files();
+    const left = await stateFiles(node);
     // A DEL of the same must do, and not fail for the same reason.
     const del = await node.plugin('DEL', conf, c1);
 
@@ -228,13 +218,13 @@ describe.each(variants)('iptables-%s', (variant) => {
     const conf = netconf(c1, good);
     await node.expectPlugin('ADD', conf, c1);
     const rules = await node.allRules();
-    const records = await files();
+    const records = await stateFiles(node);
     const outcomes = [
       await node.plugin('ADD', withOptions({ externalSetMarkChain: 'ONLY-IN-V4' })(c1), c1),
       await node.plugin('ADD', withMapping({ hostPort: 0, containerPort: 1 })(c1), c1),
     ];
     const after = await node.allRules();
-    const recordsAfter = await files();
+    const recordsAfter = await stateFiles(node);
     await node.expectPlugin('DEL', conf, c1);
     expect(outcomes.map(({ exitCode }) => exitCode)).toEqual([1, 1]);
     expect(after).toBe(rules);
@@ -259,6 +249,6 @@ describe.each(variants)('iptables-%s', (variant) => {
     expect(outcome.exitCode).toBe(1);
     expect(JSON.parse(outcome.stdout)).toMatchObject({ code: 8 });
     expect(await node.allRules()).toBe(rules);
-    expect(await files()).toEqual([]);
+    expect(await stateFiles(node)).toEqual([]);
   });
 });

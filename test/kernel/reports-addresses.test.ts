@@ -1,42 +1,13 @@
 // Field reports, parts F and G: whom the container sees asking, and which addresses of the node lead to it. Each test
 // is named after its report; REPORTS.md lists them all.
-import { afterAll, beforeAll, beforeEach, describe, expect, test } from 'vitest';
-import {
-  bareConf,
-  count,
-  errorOf,
-  fewerOnLegacy,
-  port,
-  sandboxChain,
-  stateFiles,
-  wipe,
-} from '../footprint.ts';
-import {
-  addresses,
-  type Container,
-  families,
-  type Family,
-  type LabNode,
-  netconf,
-  type Netconf,
-  openNode,
-  variants,
-} from '../lab.ts';
+import { expect, test } from 'vitest';
+import { bareConf, count, errorOf, fewerOnLegacy, port, sandboxChain, stateFiles } from '../footprint.ts';
+import { addresses, families, type Family, netconf, type Netconf } from '../lab.ts';
+import { describeVariants } from '../nodes.ts';
 
 const own = (family: Family) => addresses.node[family];
 
-describe.each(variants)('iptables-%s', (variant) => {
-  let node: LabNode;
-  let c1: Container;
-
-  beforeAll(async () => {
-    node = await openNode({ variant });
-    c1 = await node.addContainer('c1');
-    for (const family of families) await node.serve('c1', { protocol: 'tcp', address: c1[family], port: 80 });
-  });
-  afterAll(() => node?.close());
-  beforeEach(() => wipe(node));
-
+describeVariants({ serving: ['tcp'] }, ({ variant, node, c1 }) => {
   const ask = (from: string | undefined, address: string, timeout = 1_000) =>
     node.probe(from, { protocol: 'tcp', address, port: 8080, timeout });
 

@@ -1,6 +1,6 @@
 // Field reports, parts I and L: other programs that read, keep or precede these rules, and faults that came to light
 // by reading the upstream plugin. Each test is named after its report; REPORTS.md lists them all.
-import { afterAll, beforeAll, beforeEach, describe, expect, test } from 'vitest';
+import { describe, expect, test } from 'vitest';
 import {
   answers,
   bareConf,
@@ -12,20 +12,17 @@ import {
   port,
   sandboxChain,
   stateFiles,
-  wipe,
 } from '../footprint.ts';
 import {
   addresses,
   type Container,
   families,
-  type LabNode,
   netconf,
   type Netconf,
-  openNode,
   prevResult,
   upstreamBin,
-  variants,
 } from '../lab.ts';
+import { describeVariants } from '../nodes.ts';
 
 /** A restore that fails where it is to delete a sandbox. */
 const refuseDelete = `text=$(cat); case $text in *"-X CNI-DN-"*) exit 4 ;; esac; printf '%s\\n' "$text" | exec $REAL "$@"`;
@@ -38,22 +35,7 @@ const attached = (container: Container, ifname: string, hostPort: number): Netco
   },
 });
 
-describe.each(variants)('iptables-%s', (variant) => {
-  let node: LabNode;
-  let c1: Container;
-  let c2: Container;
-
-  beforeAll(async () => {
-    node = await openNode({ variant });
-    c1 = await node.addContainer('c1');
-    c2 = await node.addContainer('c2');
-    for (const container of [c1, c2])
-      for (const family of families)
-        await node.serve(container.name, { protocol: 'tcp', address: container[family], port: 80 });
-  });
-  afterAll(() => node?.close());
-  beforeEach(() => wipe(node));
-
+describeVariants({ serving: ['tcp'] }, ({ variant, node, c1, c2 }) => {
   test.each(
     fewerOnLegacy(variant, [
       { title: '1 port', count: 1, hostIP: undefined },

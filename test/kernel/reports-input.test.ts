@@ -1,33 +1,13 @@
 // Field reports, part H: what a runtime may send, how much of it, and under which names. Each test is named after its
 // report; REPORTS.md lists them all.
 import { readFile } from 'node:fs/promises';
-import { afterAll, beforeAll, beforeEach, describe, expect, test } from 'vitest';
-import { bareConf, chainRules, count, errorOf, port, sandboxChain, wipe } from '../footprint.ts';
-import {
-  addresses,
-  type Container,
-  families,
-  type LabNode,
-  netconf,
-  type Netconf,
-  openNode,
-  type PortMapping,
-  variants,
-  type Verb,
-} from '../lab.ts';
+import { expect, test } from 'vitest';
+import { bareConf, chainRules, count, errorOf, port, sandboxChain } from '../footprint.ts';
+import { addresses, families, netconf, type Netconf, type PortMapping, type Verb } from '../lab.ts';
+import { describeVariants } from '../nodes.ts';
 import { sendSctp } from '../sctp.ts';
 
-describe.each(variants)('iptables-%s', (variant) => {
-  let node: LabNode;
-  let c1: Container;
-
-  beforeAll(async () => {
-    node = await openNode({ variant });
-    c1 = await node.addContainer('c1');
-  });
-  afterAll(() => node?.close());
-  beforeEach(() => wipe(node));
-
+describeVariants({}, ({ node, c1 }) => {
   test('R46: a protocol in capitals, an empty one and none at all are taken, and equal ports become one', async () => {
     const mappings: Netconf[] = [
       { hostPort: 8080, containerPort: 80, protocol: 'TCP' },

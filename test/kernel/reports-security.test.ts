@@ -1,37 +1,20 @@
 // Field reports, part D: mapped ports take what is meant for the node, and from whom they may, and nothing else. Each
 // test is named after its report; REPORTS.md lists them all.
-import { afterAll, beforeAll, beforeEach, describe, expect, test } from 'vitest';
-import { port, wipe } from '../footprint.ts';
-import {
-  addresses,
-  type Container,
-  type LabNode,
-  netconf,
-  type Netconf,
-  openNode,
-  variants,
-} from '../lab.ts';
+import { beforeAll, describe, expect, test } from 'vitest';
+import { port } from '../footprint.ts';
+import { addresses, netconf, type Netconf } from '../lab.ts';
+import { describeVariants } from '../nodes.ts';
 
 const far = '203.0.113.2';
 
 const match = (set: string): Netconf => ({ conditionsV4: ['-m', 'set', '--match-set', set, 'src'] });
 
-describe.each(variants)('iptables-%s', (variant) => {
-  let node: LabNode;
-  let c1: Container;
-  let c2: Container;
-
+describeVariants({ serving: ['tcp'] }, ({ node, c1, c2 }) => {
   beforeAll(async () => {
-    node = await openNode({ variant });
-    c1 = await node.addContainer('c1');
-    c2 = await node.addContainer('c2');
-    await node.serve('c1', { protocol: 'tcp', address: c1.v4, port: 80 });
     // An address beyond the node, that clients reach through it.
     await node.sh(`ip netns exec c2 ip addr add ${far}/32 dev eth0; ip route add ${far} via ${c2.v4}`);
     await node.serve('c2', { protocol: 'tcp', address: far, port: 8080 });
   });
-  afterAll(() => node?.close());
-  beforeEach(() => wipe(node));
 
   const ask = async (from: string | undefined, address: string) =>
     (await node.probe(from, { protocol: 'tcp', address, port: 8080, timeout: 1_000 }))?.name;

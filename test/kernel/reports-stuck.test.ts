@@ -1,7 +1,7 @@
 // Field reports, part B: pods that can't be torn down, ports claimed twice, rules that a reload has taken, and calls
 // that wait for what they do not need. Each test is named after its report; REPORTS.md lists them all.
 import { setTimeout as sleep } from 'node:timers/promises';
-import { afterAll, beforeAll, beforeEach, describe, expect, test } from 'vitest';
+import { describe, expect, test } from 'vitest';
 import {
   answers,
   bareConf,
@@ -16,41 +16,23 @@ import {
   port,
   sandboxChain,
   stateFiles,
-  wipe,
 } from '../footprint.ts';
 import {
   addresses,
   type Container,
   families,
-  type LabNode,
   netconf,
   type Netconf,
-  openNode,
   type Outcome,
   portmapBin,
   prevResult,
   upstreamBin,
-  variants,
 } from '../lab.ts';
+import { describeVariants } from '../nodes.ts';
 
 const confOf = (container: Container, hostPort: number): Netconf => netconf(container, [port(hostPort)]);
 
-describe.each(variants)('iptables-%s', (variant) => {
-  let node: LabNode;
-  let c1: Container;
-  let c2: Container;
-
-  beforeAll(async () => {
-    node = await openNode({ variant });
-    c1 = await node.addContainer('c1');
-    c2 = await node.addContainer('c2');
-    for (const container of [c1, c2])
-      for (const family of families)
-        await node.serve(container.name, { protocol: 'tcp', address: container[family], port: 80 });
-  });
-  afterAll(() => node?.close());
-  beforeEach(() => wipe(node));
-
+describeVariants({ serving: ['tcp'] }, ({ variant, node, c1, c2 }) => {
   if (variant === 'legacy') {
     test('R07: calls without mappings do not wait for a lock that somebody keeps', async () => {
       const release = await holdXtablesLock(node);

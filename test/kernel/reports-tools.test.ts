@@ -1,18 +1,10 @@
 // Field reports, part E: the two variants of iptables on one node, tools that fail, and folders that can't be written.
 // Each test is named after its report; REPORTS.md lists them all.
 import { readdir, stat } from 'node:fs/promises';
-import { afterAll, beforeAll, beforeEach, describe, expect, test } from 'vitest';
-import { bareConf, count, errorOf, port, stateFiles, wipe } from '../footprint.ts';
-import {
-  addresses,
-  type Container,
-  type LabNode,
-  netconf,
-  openNode,
-  portmapBin,
-  upstreamBin,
-  variants,
-} from '../lab.ts';
+import { beforeAll, beforeEach, describe, expect, test } from 'vitest';
+import { bareConf, count, errorOf, port, stateFiles } from '../footprint.ts';
+import { addresses, type LabNode, netconf, portmapBin, upstreamBin } from '../lab.ts';
+import { describeVariants } from '../nodes.ts';
 
 const asNobody = ['setpriv', '--reuid', '65534', '--regid', '65534', '--clear-groups', '--inh-caps=-all'];
 
@@ -31,27 +23,18 @@ const readOnly = async <T>(node: LabNode, body: () => Promise<T>): Promise<T> =>
   }
 };
 
-describe.each(variants)('iptables-%s', (variant) => {
-  let node: LabNode;
-  let c1: Container;
-  let c2: Container;
+describeVariants({ serving: ['tcp'] }, ({ variant, node, c1, c2 }) => {
   const other = variant === 'nft' ? 'legacy' : 'nft';
   const system = '/usr/sbin:/usr/bin';
 
   beforeAll(async () => {
-    node = await openNode({ variant });
-    c1 = await node.addContainer('c1');
-    c2 = await node.addContainer('c2');
-    await node.serve('c1', { protocol: 'tcp', address: c1.v4, port: 80 });
     // The other variant, as an administrator switches to it.
     await node.sh(`mkdir -p /run/switched
       for tool in iptables ip6tables; do for end in '' -save -restore; do
         ln -s /usr/sbin/xtables-${other}-multi /run/switched/$tool$end
       done; done`);
   });
-  afterAll(() => node?.close());
   beforeEach(async () => {
-    await wipe(node);
     await node.sh(
       'for t in iptables ip6tables; do /run/switched/$t -t nat -F; /run/switched/$t -t nat -X; done',
     );

@@ -2,7 +2,7 @@
 // Each test is named after its report; REPORTS.md lists them all.
 import { existsSync } from 'node:fs';
 import { setTimeout as sleep } from 'node:timers/promises';
-import { afterAll, beforeAll, beforeEach, describe, expect, test } from 'vitest';
+import { expect, test } from 'vitest';
 import {
   answers,
   bareConf,
@@ -12,37 +12,12 @@ import {
   port,
   sandboxChain,
   stateFiles,
-  wipe,
 } from '../footprint.ts';
-import {
-  addresses,
-  type Container,
-  families,
-  type LabNode,
-  netconf,
-  openNode,
-  portmapBin,
-  upstreamBin,
-  variants,
-} from '../lab.ts';
+import { addresses, families, netconf, portmapBin, upstreamBin } from '../lab.ts';
+import { describeVariants } from '../nodes.ts';
 import { sendSctp } from '../sctp.ts';
 
-describe.each(variants)('iptables-%s', (variant) => {
-  let node: LabNode;
-  let c1: Container;
-  let c2: Container;
-
-  beforeAll(async () => {
-    node = await openNode({ variant });
-    c1 = await node.addContainer('c1');
-    c2 = await node.addContainer('c2');
-    for (const container of [c1, c2])
-      for (const family of families)
-        await node.serve(container.name, { protocol: 'tcp', address: container[family], port: 80 });
-  });
-  afterAll(() => node?.close());
-  beforeEach(() => wipe(node));
-
+describeVariants({ serving: ['tcp'] }, ({ variant, node, c1, c2 }) => {
   /** A sandbox at an address where nobody is. */
   const ghost = { id: 'ghost', netns: '/run/netns/ghost', v4: '10.1.200.1', v6: '2001:db8:1::dead' };
 

@@ -1,6 +1,6 @@
 // Field reports, part C: CHECK that says what is, GC that cleans exactly its own, STATUS that costs nothing. Each test
 // is named after its report; REPORTS.md lists them all.
-import { afterAll, beforeAll, beforeEach, describe, expect, test } from 'vitest';
+import { describe, expect, test } from 'vitest';
 import {
   bareConf,
   errorOf,
@@ -11,7 +11,6 @@ import {
   port,
   sandboxChain,
   stateFiles,
-  wipe,
 } from '../footprint.ts';
 import {
   addresses,
@@ -19,12 +18,11 @@ import {
   type LabNode,
   netconf,
   type Netconf,
-  openNode,
   type PortMapping,
   prevResult,
   upstreamBin,
-  variants,
 } from '../lab.ts';
+import { describeVariants } from '../nodes.ts';
 
 const live = (container: { id: string }, ifname = 'eth0') => ({ containerID: container.id, ifname });
 
@@ -43,19 +41,7 @@ const chains = async (node: LabNode): Promise<string[]> => {
 const status = (node: LabNode) =>
   node.plugin('STATUS', { ...bareConf, cniVersion: '1.1.0' }, { id: '', netns: '' }, { ifname: '' });
 
-describe.each(variants)('iptables-%s', (variant) => {
-  let node: LabNode;
-  let c1: Container;
-  let c2: Container;
-
-  beforeAll(async () => {
-    node = await openNode({ variant });
-    c1 = await node.addContainer('c1');
-    c2 = await node.addContainer('c2');
-  });
-  afterAll(() => node?.close());
-  beforeEach(() => wipe(node));
-
+describeVariants({}, ({ variant, node, c1, c2 }) => {
   const chain = () => sandboxChain('lab', c1.id);
 
   const damages: { title: string; script: () => string; named: () => string }[] = [

@@ -3,7 +3,7 @@
 //
 // PORTMAP_TEST_LONG=1 kills four times as many calls and repeats more cycles.
 import { readdir } from 'node:fs/promises';
-import { afterAll, beforeAll, beforeEach, describe, expect, test } from 'vitest';
+import { afterEach, describe, expect, test } from 'vitest';
 import { staleMs } from '../../src/lock.ts';
 import {
   type Call,
@@ -19,8 +19,9 @@ import {
   startCall,
   until,
 } from '../crowd.ts';
-import { errorOf, holdXtablesLock, sandboxChain, stateFiles, wipe } from '../footprint.ts';
-import { type Container, families, type LabNode, openNode, variants } from '../lab.ts';
+import { errorOf, holdXtablesLock, sandboxChain, stateFiles } from '../footprint.ts';
+import { families, type LabNode } from '../lab.ts';
+import { describeVariants } from '../nodes.ts';
 
 const isLong = (process.env['PORTMAP_TEST_LONG'] ?? '') !== '';
 const serviceRules = 40_000;
@@ -103,20 +104,11 @@ const footprint = async (node: LabNode) => ({
   space: (await node.sh('stat -f -c "%f %d" /run')).trim(),
 });
 
-describe.each(variants)('iptables-%s', (variant) => {
-  let node: LabNode;
-  let c1: Container;
-  let everybody: Member[];
+const everybody = crowd('storm', 151, '/run/netns/c1');
 
-  beforeAll(async () => {
-    node = await openNode({ variant });
-    c1 = await node.addContainer('c1');
-    everybody = crowd('storm', 151, c1.netns);
-  });
-  afterAll(() => node?.close());
-  beforeEach(async () => {
+describeVariants({}, ({ variant, node }) => {
+  afterEach(async () => {
     for (const tool of ['iptables-restore', 'ip6tables-restore']) await node.unwrapTool(tool);
-    await wipe(node);
   });
 
   const expectState = async (mapped: readonly Member[]): Promise<void> => {

@@ -1,18 +1,9 @@
 // What a call costs the node: which programs it runs and how often it takes the xtables lock, seen from outside with
 // strace. A call's changes to a family are one transaction, so the counts may not depend on how much it changes.
 import { readFile } from 'node:fs/promises';
-import { afterAll, beforeAll, beforeEach, describe, expect, test } from 'vitest';
-import {
-  addresses,
-  type Container,
-  type LabNode,
-  netconf,
-  type Netconf,
-  openNode,
-  type PortMapping,
-  variants,
-  type Verb,
-} from '../lab.ts';
+import { beforeAll, beforeEach, expect, test } from 'vitest';
+import { addresses, netconf, type Netconf, type PortMapping, type Verb } from '../lab.ts';
+import { describeVariants } from '../nodes.ts';
 
 /** One mapping of each protocol that has something special, or `count` of them. */
 const mappings = (count: number): PortMapping[] =>
@@ -53,21 +44,13 @@ function readTrace(text: string): Trace {
   };
 }
 
-describe.each(variants)('iptables-%s', (variant) => {
-  let node: LabNode;
-  let c1: Container;
-  let c2: Container;
-
+describeVariants({ isKept: true }, ({ variant, node, c1, c2 }) => {
   beforeAll(async () => {
-    node = await openNode({ variant });
-    c1 = await node.addContainer('c1');
-    c2 = await node.addContainer('c2');
     // A node that has had its first sandbox, so that every case finds the shared chains.
     const conf = netconf(c2, mappings(2));
     await node.expectPlugin('ADD', conf, c2);
     await node.expectPlugin('DEL', conf, c2);
   });
-  afterAll(() => node?.close());
   beforeEach(async () => {
     await node.expectPlugin('DEL', netconf(c1, mappings(1)), c1);
   });

@@ -2,9 +2,9 @@
 // variants, one line of the test output a cell. They differ in what they print, how they fail and when they wait;
 // what the plugin does must not.
 import { execFileSync } from 'node:child_process';
-import { createHash } from 'node:crypto';
 import { fileURLToPath } from 'node:url';
 import { afterEach, describe, expect, test } from 'vitest';
+import { errorOf, sandboxChain } from '../footprint.ts';
 import {
   addresses,
   type CallOptions,
@@ -15,7 +15,6 @@ import {
   netconf,
   type Netconf,
   openNode,
-  type Outcome,
   type PortMapping,
   type Variant,
   variants,
@@ -45,12 +44,6 @@ const manyPorts: PortMapping[] = [
   { hostPort: 8_000, containerPort: 80, protocol: 'udp' },
 ];
 
-const chainOf = (network: string, id: string): string =>
-  `CNI-DN-${createHash('sha512')
-    .update(network + id)
-    .digest('hex')
-    .slice(0, 21)}`;
-
 /** The same answer over each transport and family. */
 const everywhere = (name: string | undefined) => ({
   'tcp v4': name,
@@ -61,7 +54,7 @@ const everywhere = (name: string | undefined) => ({
 
 /** The whole nat table with one sandbox in it: port 9000 of tcp and udp to port 80. */
 function tableOf(family: Family, network: string, container: Container): string {
-  const chain = chainOf(network, container.id);
+  const chain = sandboxChain(network, container.id);
   const address = family === 'v4' ? container.v4 : `[${container.v6}]`;
   const sources = family === 'v4' ? ['10.1.0.0/16', '127.0.0.1/32'] : ['2001:db8:1::/64'];
   const comment = `"dnat name: \\"${network}\\" id: \\"${container.id}\\""`;
@@ -305,10 +298,4 @@ function foreignTable(family: Family, chains: (protocol: string) => string): str
 async function expectVersion(lab: LabNode, version: string, variant: Variant): Promise<void> {
   const named = `iptables v${version} (${variant === 'nft' ? 'nf_tables' : 'legacy'})\n`;
   expect(await lab.sh('iptables --version')).toBe(named);
-}
-
-/** The one JSON error that a failed call prints. */
-function errorOf({ exitCode, stdout, stderr }: Outcome): { code: number; msg: string } {
-  expect(exitCode, `${stdout}${stderr}`).toBe(1);
-  return JSON.parse(stdout);
 }
