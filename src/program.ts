@@ -90,11 +90,12 @@ export async function runProgram(
   options: {
     budget: Budget;
     input?: string;
+    env?: Readonly<Record<string, string>>;
     onLine?: (line: string) => void;
     onStart?: (pid: number) => void;
   },
 ): Promise<Outcome> {
-  const { budget, input, onLine, onStart } = options;
+  const { budget, input, env, onLine, onStart } = options;
   if (budget.signal.aborted) return { exitCode: undefined, stderr: '', failure: notStarted };
   const lines = onLine === undefined ? undefined : lineReader(onLine, budget);
   const done = runtime.execute(program, argv, {
@@ -102,6 +103,8 @@ export async function runProgram(
     graceMs,
     input,
     onText: lines?.take,
+    // What is said is read, and in no other language.
+    env: { ...env, LC_ALL: 'C' },
     onStart,
   });
   const ending = await Promise.race([done, given(budget.signal)]);

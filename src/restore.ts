@@ -124,9 +124,12 @@ export function renderTransaction(transaction: Transaction, naming: Naming = 'te
   return `${['*nat', ...transaction.flatMap((step) => renderStep(step, naming)), 'COMMIT'].join('\n')}\n`;
 }
 
-/** The request for the rules of these chains, in order, as input for `iptables-restore --noflush`: it changes nothing. */
-export function renderListing(chains: readonly string[]): string {
-  return `${['*nat', ...chains.map((chain) => `-S ${chain}`), 'COMMIT'].join('\n')}\n`;
+/**
+ * The request for the rules of these chains, in order, as input for `iptables-restore --noflush`: it changes nothing.
+ * Without its end, a COMMIT, iptables-restore fails after it has printed them, and could not change anything if it would.
+ */
+export function renderListing(chains: readonly string[], end: 'COMMIT' | '' = 'COMMIT'): string {
+  return ['*nat', ...chains.map((chain) => `-S ${chain}`), end].join('\n').concat(end === '' ? '' : '\n');
 }
 
 /** Something that takes the lines of a save or a listing one by one and keeps what concerns this plugin. */

@@ -47,8 +47,7 @@ async function viewTable(table: Table, targets: readonly Target[], budget: Budge
       throw new PortmapError('UNAVAILABLE', `no legacy nat table for ${table.family}`);
     tools = await findTools(table.family, table.variant, budget);
     const observed = await observe(tools, askedChains(here, table), budget);
-    const more = table.variant === 'nft' ? unreadChains(here, table, observed) : [];
-    const whole = await observeMore(tools, observed, more, budget);
+    const whole = await observeMore(tools, observed, unreadChains(here, table, observed), budget);
     return { table, tools, observed: whole, dispatch: readDispatch(whole), error: undefined };
   } catch (error) {
     const problem = toPortmapError(error);
@@ -57,7 +56,7 @@ async function viewTable(table: Table, targets: readonly Target[], budget: Budge
   }
 }
 
-// The chains most likely to be there first, because the nft variant's read ends at the first that is not. Whether a
+// The chains most likely to be there first, because a read ends at the first that is not. Whether a
 // sandbox's own chain is there matters only when it stands alone; for many, the transaction is made to fit both.
 function askedChains(targets: readonly Target[], table: Table): string[] {
   const rules = targets.flatMap((target) => wantedOf(target, table).rules ?? []);

@@ -33,14 +33,14 @@ export const runtime: Runtime = {
 };
 
 // What could not be started, mostly for want of memory, processes or file descriptors, throws.
-function start(program: string, argv: readonly string[], { input, onText }: Execution) {
+function start(program: string, argv: readonly string[], { input, onText, env }: Execution) {
   try {
     return spawn([program, ...argv], {
       // A pipe that nothing goes through takes a millisecond to make.
       stdin: input === undefined ? 'ignore' : 'pipe',
       stdout: onText === undefined ? 'ignore' : 'pipe',
       stderr: 'pipe',
-      env: { ...process.env, LC_ALL: 'C' },
+      env: { ...process.env, ...env },
     });
   } catch (error) {
     return error instanceof Error ? error.message : String(error);

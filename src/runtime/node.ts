@@ -8,7 +8,7 @@ export const runtime: Runtime = {
     const { createHash } = process.getBuiltinModule('node:crypto');
     return createHash('sha512').update(text).digest('hex');
   },
-  execute: async (program, argv, { signal, graceMs, input, onText, onStart }) => {
+  execute: async (program, argv, { signal, graceMs, input, onText, onStart, env }) => {
     const { execa } = await import('execa');
     const start = () =>
       execa(program, argv, {
@@ -22,7 +22,7 @@ export const runtime: Runtime = {
         maxBuffer: stderrLimit,
         cancelSignal: signal,
         forceKillAfterDelay: graceMs,
-        env: { LC_ALL: 'C' },
+        env,
       });
     let subprocess: ReturnType<typeof start>;
     try {

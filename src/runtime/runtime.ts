@@ -11,6 +11,8 @@ export interface Execution {
   readonly input: string | undefined;
   /** Takes stdout as it comes, one byte a character, and says whether to go on; undefined: nobody reads it. */
   readonly onText: ((text: string) => boolean) | undefined;
+  /** Added to this process's environment. */
+  readonly env: Readonly<Record<string, string>>;
   /** Runs before the program gets its input: one killed before then has read nothing. */
   readonly onStart: ((pid: number) => void) | undefined;
 }

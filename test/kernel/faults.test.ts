@@ -4,22 +4,21 @@
 import { spawn } from 'node:child_process';
 import { once } from 'node:events';
 import { mkdir, readFile, rm, utimes, writeFile } from 'node:fs/promises';
-import { afterAll, beforeAll, beforeEach, describe, expect, test } from 'vitest';
+import { beforeAll, beforeEach, describe, expect, test } from 'vitest';
 import { staleMs } from '../../src/lock.ts';
 import { crowd, faultsOf, type Member, memberConf, queuedCalls, startCall, until } from '../crowd.ts';
-import { bareConf, errorOf, hidePrograms, sandboxChain, stateFiles, wipe } from '../footprint.ts';
+import { bareConf, errorOf, hidePrograms, sandboxChain, stateFiles } from '../footprint.ts';
 import {
   type CallOptions,
-  type Container,
   type LabNode,
   type Netconf,
-  openNode,
   type Outcome,
   portmapBin,
   type Variant,
   variants,
   type Verb,
 } from '../lab.ts';
+import { describeNode } from '../nodes.ts';
 
 /** What a call comes to: done, or one of these codes with a message that says why. */
 type End = 'done' | { readonly codes: readonly number[]; readonly says: RegExp };
@@ -58,7 +57,10 @@ const onRead = (script: string): string =>
    text=$(cat)
    case $text in *'-A '*|*'-D '*) printf '%s\\n' "$text" | exec $REAL "$@" ;; esac
    ${script}`;
-const readers: Record<Variant, string> = { nft: 'iptables-restore', legacy: 'iptables-save' };
+const readers: Record<Variant, readonly string[]> = {
+  nft: ['iptables-restore'],
+  legacy: ['iptables-restore', 'iptables-save'],
+};
 
 const tryAgain = (says: RegExp): End => ({ codes: [11], says });
 const bothTryAgain = (says: RegExp) => ({ add: tryAgain(says), del: tryAgain(says) });
@@ -135,22 +137,22 @@ const programFaults = (variant: Variant): Fault[] => [
   ]),
   {
     name: 'a read that hangs',
-    arrange: broken(onRead('exec sleep 30'), [readers[variant]]),
+    arrange: broken(onRead('exec sleep 30'), readers[variant]),
     ...bothTryAgain(/time/),
   },
   {
     name: 'a read that is garbage',
-    arrange: broken(onRead('head -c 30000 /dev/urandom; exit 0'), [readers[variant]]),
+    arrange: broken(onRead('head -c 30000 /dev/urandom; exit 0'), readers[variant]),
     ...bothTryAgain(/iptables/),
   },
   {
     name: 'a read that is garbage without end',
-    arrange: broken(onRead('exec yes "-A PREROUTING -j GARBAGE"'), [readers[variant]]),
+    arrange: broken(onRead('exec yes "-A PREROUTING -j GARBAGE"'), readers[variant]),
     ...bothTryAgain(/time|iptables/),
   },
   {
     name: 'a read that is empty',
-    arrange: broken(onRead('exit 0'), [readers[variant]]),
+    arrange: broken(onRead('exit 0'), readers[variant]),
     ...bothTryAgain(/iptables/),
   },
   {
@@ -246,8 +248,14 @@ const withFlows = (member: Member): Netconf => ({
 
 const lockFolder = (node: LabNode): string => `${node.root}/run/portmap/commit.lock`;
 
+/** The sandbox that the calls are for, and one that nothing may happen to. */
+const [own, neighbour] = crowd('fault', 2, '/run/netns/c1');
+if (own === undefined || neighbour === undefined) throw new Error('two sandboxes are needed');
+
+const conf = (options: Netconf = {}): Netconf => memberConf(own, { timeoutSeconds: 3, ...options });
+
 /** An ADD whose stdin stays open in the middle of the netconf. */
-const callWithOpenStdin = (node: LabNode, own: Member) => {
+const callWithOpenStdin = (node: LabNode) => {
   const [file, ...args] = node.enter([portmapBin]);
   const env = {
     PATH: `${node.toolFolder}:/usr/bin:/bin`,
@@ -264,263 +272,268 @@ const callWithOpenStdin = (node: LabNode, own: Member) => {
   return { child, end: once(child, 'close').then(() => JSON.parse(stdout)) };
 };
 
-describe.each(variants)('iptables-%s', (variant) => {
-  let node: LabNode;
-  let c1: Container;
-  let own: Member;
-  let neighbour: Member;
-  /** Begun first, because it takes its half minute beside the other tests. */
-  let patient: ReturnType<typeof callWithOpenStdin> | undefined;
-  let before: { rules: string; files: string[] };
-
-  beforeAll(async () => {
-    node = await openNode({ variant });
-    c1 = await node.addContainer('c1');
-    const [first, second] = crowd('fault', 2, c1.netns);
-    if (first === undefined || second === undefined) throw new Error('two sandboxes are needed');
-    [own, neighbour] = [first, second];
-    if (variant === 'nft') patient = callWithOpenStdin(node, own);
-  });
-  afterAll(() => node?.close());
-  beforeEach(async () => {
-    await wipe(node);
-    await node.expectPlugin('ADD', memberConf(neighbour), neighbour);
-    before = await footprint();
-  });
-
-  const footprint = async () => ({ rules: await node.allRules(), files: await stateFiles(node) });
-  const conf = (options: Netconf = {}): Netconf => memberConf(own, { timeoutSeconds: 3, ...options });
-
+type Suite = {
+  readonly node: LabNode;
   /** The call, which must come to its end in time. */
-  const call = async (
-    verb: Verb,
-    end: End,
-    fault: Partial<Fault> = {},
-    input?: Netconf | string,
-  ): Promise<Outcome> => {
-    const started = performance.now();
-    // A call that can't succeed is to give up soon; one that can is not to fail for a busy machine.
-    const outcome = await node.plugin(
-      verb,
-      input ?? conf(end === 'done' ? { timeoutSeconds: 20 } : {}),
-      own,
-      fault.call,
-    );
-    const took = performance.now() - started;
-    const said = `${verb}: exit ${outcome.exitCode}: ${outcome.stdout}${outcome.stderr}`;
-    if (end === 'done') {
-      expect(outcome.exitCode, said).toBe(0);
-      if (fault.warns !== undefined) expect(outcome.stderr, said).toMatch(fault.warns);
-    } else {
-      const error = errorOf(outcome);
-      expect(end.codes, said).toContain(error.code);
-      expect(`${error.msg} ${error.details ?? ''}`).toMatch(end.says);
-      expect(`${error.msg} ${error.details ?? ''}`).not.toContain('please report');
-    }
-    // Three seconds of the call, some to put things back, and what a loaded machine adds.
-    expect(took, said).toBeLessThan(12_000);
-    return outcome;
-  };
+  readonly call: (verb: Verb, end: End, fault?: Partial<Fault>, input?: Netconf | string) => Promise<Outcome>;
+  /** Fails unless rules and files are as they were before the test. */
+  readonly expectAsBefore: (said?: string) => Promise<void>;
+  /** ADD and DEL under the fault, each followed by its repetition without it. */
+  readonly survive: (fault: Fault) => Promise<void>;
+};
 
-  const survive = async (fault: Fault): Promise<void> => {
-    const repairs: (() => Promise<void>)[] = [];
-    const under = async (verb: Verb, end: End): Promise<void> => {
-      repairs.push(await fault.arrange(node));
-      try {
-        await call(verb, end, fault);
-      } finally {
-        await repairs.pop()?.();
-      }
-    };
-    const neighbourLines = async (): Promise<string[]> =>
-      (await node.allRules()).split('\n').filter((line) => line.includes(sandboxChain('lab', neighbour.id)));
-    const untouched = await neighbourLines();
-    await under('ADD', fault.add);
-    if (fault.add === 'done') expect(await faultsOf(node, [own, neighbour])).toEqual([]);
-    else {
-      const after = await footprint();
-      // Where nobody can say what was done, a busy machine may not get to put it back either. Then the record has to
-      // stay, which leads any DEL to it, and the neighbour's rules too.
-      if (fault.isUnknown !== true) expect(after).toEqual(before);
-      else if (after.rules !== before.rules) {
-        expect(after.files).toEqual(expect.arrayContaining(before.files));
-        expect(after.files.length, after.rules).toBeGreaterThan(before.files.length);
-        expect(await neighbourLines()).toEqual(untouched);
-      }
-    }
-    await call('ADD', 'done');
-    await call('CHECK', 'done');
-    await under('DEL', fault.del);
-    // All of it is gone, or all of it is there: rules that are left must be found again.
-    await call('DEL', 'done', {}, fault.del === 'done' ? undefined : bareConf);
-    expect(await footprint()).toEqual(before);
-  };
-
-  test.each(programFaults(variant))('$name', survive);
-  test.each(systemFaults)('$name', survive);
-
-  // The variants have these in common: files, flows and streams are no matter of tables.
-  if (variant === 'nft') {
-    test.each(stateFaults)('$name', survive);
-
-    test.each([
-      { name: 'cut off', damage: (text: string) => text.slice(0, text.length / 2) },
-      { name: 'empty', damage: () => '' },
-      { name: 'of a newer format', damage: (text: string) => text.replace('"format":1', '"format":99') },
-      { name: 'of another sandbox', damage: (text: string) => text.replaceAll(/fault-\d/g, 'someone') },
-      { name: 'no text', damage: () => '\0'.repeat(5_000) },
-    ])('a record that is $name keeps neither ADD, CHECK nor DEL from their work', async ({ damage }) => {
-      const damageRecord = async (): Promise<void> => {
-        const path = `${node.root}/run/portmap/${sandboxChain('lab', own.id).slice('CNI-DN-'.length)}.record`;
-        const text = await readFile(path, 'utf8');
-        const damaged = damage(text);
-        expect(damaged).not.toBe(text);
-        await writeFile(path, damaged);
-      };
-      await call('ADD', 'done');
-      await damageRecord();
-      await call('CHECK', 'done');
-      await call('ADD', 'done');
-      expect(await faultsOf(node, [own, neighbour])).toEqual([]);
-      await damageRecord();
-      await call('DEL', 'done', {}, bareConf);
-      expect(await footprint()).toEqual(before);
-    });
-
-    describe('a conntrack that', () => {
-      test.each([
-        { name: 'is missing', arrange: (lab: LabNode) => hidePrograms(lab, 'conntrack*') },
-        { name: 'hangs', arrange: broken('exec sleep 30', ['conntrack']) },
-        { name: 'fails', arrange: broken('echo "Operation failed" >&2; exit 1', ['conntrack']) },
-        {
-          name: 'prints garbage without end',
-          arrange: broken('exec yes "udp src= dst= dport=x"', ['conntrack']),
-        },
-      ])('$name costs a warning and no more', async ({ arrange }) => {
-        const repair = await arrange(node);
-        await call('ADD', 'done', { warns: /conntrack/ }, withFlows(own));
-        const added = await node.rules('v4');
-        await call('DEL', 'done', { warns: /conntrack/ }, withFlows(own));
-        await repair();
-        await node.sh(`ln -sf /usr/sbin/conntrack ${node.toolFolder}/conntrack`);
-        expect(added).toContain(sandboxChain('lab', own.id));
-        expect(await footprint()).toEqual(before);
-      });
-    });
-
-    describe('streams', () => {
-      test('stdin that is closed, empty, ten megabytes of nothing or without end is refused, and nothing is touched', async () => {
-        for (const text of [
-          '"$0" <&-',
-          'true | "$0"',
-          'head -c 10000000 /dev/zero | "$0"',
-          'cat /dev/zero 2>/dev/null | "$0"',
-          '"$0" < /run',
-        ]) {
-          await call(
-            'ADD',
-            { codes: [5, 6], says: /stdin|JSON/ },
-            { call: shell(`set -o pipefail; ${text}`) },
-          );
-          expect(await footprint(), text).toEqual(before);
-        }
+/**
+ * Tests that are about one subject, on a node with a neighbour that nothing may happen to. Most of their time is
+ * waiting, so the suites run beside each other, each on a node of its own.
+ */
+const suite = (variant: Variant, subject: string, body: (suite: Suite) => void): void => {
+  describe.concurrent(`iptables-${variant}`, () => {
+    describeNode(subject, { variant }, ({ node }) => {
+      let before: { rules: string; files: string[] };
+      beforeEach(async () => {
+        await node.expectPlugin('ADD', memberConf(neighbour), neighbour);
+        before = await footprint();
       });
 
-      test('a netconf of ten megabytes is read', async () => {
-        // More time than the other calls get: what is asked is whether it is read, not how fast.
-        const large = conf({ timeoutSeconds: 30, padding: 'x'.repeat(10_000_000) });
-        await call('ADD', 'done', {}, large);
-        expect(await faultsOf(node, [own, neighbour])).toEqual([]);
-        await call('DEL', 'done', {}, large);
-        expect(await footprint()).toEqual(before);
-      });
+      const footprint = async () => ({ rules: await node.allRules(), files: await stateFiles(node) });
+      const expectAsBefore: Suite['expectAsBefore'] = async (said) =>
+        expect(await footprint(), said).toEqual(before);
 
-      test.each([
-        '"$0" >&-',
-        '"$0" > /dev/full',
-        '"$0" > >(exec true)',
-        '"$0" >&- 2>&-',
-        '"$0" 2> /dev/full',
-      ])(
-        'an ADD that can not say what it did (%s) has done all or nothing, as its exit status tells, and the repetition succeeds',
-        async (text) => {
-          const outcome = await node.plugin('ADD', conf(), own, shell(text));
-          expect(outcome.exitCode, outcome.stderr).toBeLessThan(2);
-          if (outcome.exitCode === 0) expect(await faultsOf(node, [own, neighbour])).toEqual([]);
-          else expect(await footprint()).toEqual(before);
-          await call('ADD', 'done');
-          await call('DEL', 'done');
-          expect(await footprint()).toEqual(before);
-        },
-      );
-
-      test('stdin that is never closed ends the call by itself, or at once when it is told to end', async () => {
-        const told = callWithOpenStdin(node, own);
-        await new Promise((resolve) => setTimeout(resolve, 1_000));
+      const call: Suite['call'] = async (verb, end, fault = {}, input) => {
         const started = performance.now();
-        told.child.kill('SIGTERM');
-        expect(await told.end).toMatchObject({ code: 11 });
-        expect(performance.now() - started).toBeLessThan(1_500);
-        expect(await patient?.end).toMatchObject({ code: 5 });
-        expect(await footprint()).toEqual(before);
-      });
-    });
-  }
+        // A call that can't succeed is to give up soon; one that can is not to fail for a busy machine.
+        const outcome = await node.plugin(
+          verb,
+          input ?? conf(end === 'done' ? { timeoutSeconds: 20 } : {}),
+          own,
+          fault.call,
+        );
+        const took = performance.now() - started;
+        const said = `${verb}: exit ${outcome.exitCode}: ${outcome.stdout}${outcome.stderr}`;
+        if (end === 'done') {
+          expect(outcome.exitCode, said).toBe(0);
+          if (fault.warns !== undefined) expect(outcome.stderr, said).toMatch(fault.warns);
+        } else {
+          const error = errorOf(outcome);
+          expect(end.codes, said).toContain(error.code);
+          expect(`${error.msg} ${error.details ?? ''}`).toMatch(end.says);
+          expect(`${error.msg} ${error.details ?? ''}`).not.toContain('please report');
+        }
+        // Three seconds of the call, some to put things back, and what a loaded machine adds.
+        expect(took, said).toBeLessThan(12_000);
+        return outcome;
+      };
 
-  test('few open files: whatever the limit, a call does all or nothing, says so in JSON, and can be repeated', async () => {
-    const ends = new Set<string>();
-    for (const limit of [5, 7, 9, 11, 13, 15, 17, 20, 64]) {
-      for (const verb of ['ADD', 'DEL'] as const) {
-        const outcome = await node.plugin(verb, conf(), own, limited(`--nofile=${limit}`));
-        ends.add(`${outcome.exitCode}`);
-        const said = `${limit} files: exit ${outcome.exitCode}: ${outcome.stdout}${outcome.stderr}`;
-        if (outcome.exitCode === 0) continue;
-        const { code, msg } = errorOf(outcome);
-        expect([5, 11, 50], said).toContain(code);
-        expect(msg, said).not.toBe('');
-        if (verb === 'ADD') expect(await footprint(), said).toEqual(before);
-      }
-      await call('DEL', 'done');
-      expect(await footprint()).toEqual(before);
-    }
-    expect([...ends].toSorted()).toEqual(['0', '1']);
+      const survive: Suite['survive'] = async (fault) => {
+        const repairs: (() => Promise<void>)[] = [];
+        const under = async (verb: Verb, end: End): Promise<void> => {
+          repairs.push(await fault.arrange(node));
+          try {
+            await call(verb, end, fault);
+          } finally {
+            await repairs.pop()?.();
+          }
+        };
+        const neighbourLines = async (): Promise<string[]> =>
+          (await node.allRules())
+            .split('\n')
+            .filter((line) => line.includes(sandboxChain('lab', neighbour.id)));
+        const untouched = await neighbourLines();
+        await under('ADD', fault.add);
+        if (fault.add === 'done') expect(await faultsOf(node, [own, neighbour])).toEqual([]);
+        else {
+          const after = await footprint();
+          // Where nobody can say what was done, a busy machine may not get to put it back either. Then the record has to
+          // stay, which leads any DEL to it, and the neighbour's rules too.
+          if (fault.isUnknown !== true) expect(after).toEqual(before);
+          else if (after.rules !== before.rules) {
+            expect(after.files).toEqual(expect.arrayContaining(before.files));
+            expect(after.files.length, after.rules).toBeGreaterThan(before.files.length);
+            expect(await neighbourLines()).toEqual(untouched);
+          }
+        }
+        await call('ADD', 'done');
+        await call('CHECK', 'done');
+        await under('DEL', fault.del);
+        // All of it is gone, or all of it is there: rules that are left must be found again.
+        await call('DEL', 'done', {}, fault.del === 'done' ? undefined : bareConf);
+        expect(await footprint()).toEqual(before);
+      };
+
+      body({ node, call, expectAsBefore, survive });
+    });
+  });
+};
+
+for (const variant of variants) {
+  suite(variant, 'programs:', ({ survive }) => {
+    test.each(programFaults(variant))('$name', survive);
+  });
+}
+
+// What the variants have in common is asked of one: files, flows and streams are no matter of tables.
+suite('nft', 'streams:', ({ node, call, expectAsBefore }) => {
+  /** Begun first, because it takes its half minute beside the other tests. */
+  let patient: ReturnType<typeof callWithOpenStdin>;
+  beforeAll(() => {
+    patient = callWithOpenStdin(node);
   });
 
-  describe('a clock that jumps', () => {
-    if (variant === 'nft')
-      test('back leaves no lock of a dead call standing for longer than stated', async () => {
-        // As a call leaves it that was killed before it had put its name to the lock, an hour from now.
-        await mkdir(lockFolder(node));
-        const soon = Date.now() / 1000 + 3600;
-        await utimes(lockFolder(node), soon, soon);
-        const started = performance.now();
-        await node.expectPlugin('ADD', memberConf(own), own, { timeout: staleMs + 20_000 });
-        expect(performance.now() - started).toBeLessThan(staleMs + 5_000);
-        await call('DEL', 'done');
-        expect(await footprint()).toEqual(before);
-      });
+  test('stdin that is closed, empty, ten megabytes of nothing or without end is refused, and nothing is touched', async () => {
+    for (const text of [
+      '"$0" <&-',
+      'true | "$0"',
+      'head -c 10000000 /dev/zero | "$0"',
+      'cat /dev/zero 2>/dev/null | "$0"',
+      '"$0" < /run',
+    ]) {
+      await call('ADD', { codes: [5, 6], says: /stdin|JSON/ }, { call: shell(`set -o pipefail; ${text}`) });
+      await expectAsBefore(text);
+    }
+  });
 
-    test('ahead, and so takes the lock away from a living call, spoils neither its work nor that of the next', async () => {
-      const repair = await broken(
-        onChange('if mkdir /run/once 2>/dev/null; then sleep 2; fi'),
-        restores,
-      )(node);
-      const slow = startCall(node, { verb: 'ADD', member: own });
-      expect(await until(async () => (await queuedCalls(node)) === 1, 5_000)).toBe(true);
-      await node.sh('for try in $(seq 100); do test -e /run/once && exit 0; sleep 0.02; done; exit 1');
-      const past = Date.now() / 1000 - 3600;
-      await utimes(lockFolder(node), past, past);
-      const gone = startCall(node, { verb: 'DEL', member: neighbour });
-      const ends = await Promise.all([slow.end, gone.end]);
-      await repair();
-      expect(ends.map(({ exitCode, stdout, stderr }) => (exitCode === 0 ? '' : stdout + stderr))).toEqual([
-        '',
-        '',
-      ]);
-      expect(await faultsOf(node, [own])).toEqual([]);
+  test('a netconf of ten megabytes is read', async () => {
+    // More time than the other calls get: what is asked is whether it is read, not how fast.
+    const large = conf({ timeoutSeconds: 30, padding: 'x'.repeat(10_000_000) });
+    await call('ADD', 'done', {}, large);
+    expect(await faultsOf(node, [own, neighbour])).toEqual([]);
+    await call('DEL', 'done', {}, large);
+    await expectAsBefore();
+  });
+
+  test.each(['"$0" >&-', '"$0" > /dev/full', '"$0" > >(exec true)', '"$0" >&- 2>&-', '"$0" 2> /dev/full'])(
+    'an ADD that can not say what it did (%s) has done all or nothing, as its exit status tells, and the repetition succeeds',
+    async (text) => {
+      const outcome = await node.plugin('ADD', conf(), own, shell(text));
+      expect(outcome.exitCode, outcome.stderr).toBeLessThan(2);
+      if (outcome.exitCode === 0) expect(await faultsOf(node, [own, neighbour])).toEqual([]);
+      else await expectAsBefore();
+      await call('ADD', 'done');
       await call('DEL', 'done');
-      expect(await stateFiles(node)).toEqual([]);
-      await rm(`${node.root}/run/once`, { recursive: true, force: true });
-    });
+      await expectAsBefore();
+    },
+  );
+
+  test('stdin that is never closed ends the call by itself, or at once when it is told to end', async () => {
+    const told = callWithOpenStdin(node);
+    await new Promise((resolve) => setTimeout(resolve, 1_000));
+    const started = performance.now();
+    told.child.kill('SIGTERM');
+    expect(await told.end).toMatchObject({ code: 11 });
+    expect(performance.now() - started).toBeLessThan(1_500);
+    expect(await patient.end).toMatchObject({ code: 5 });
+    await expectAsBefore();
   });
 });
+
+suite('nft', 'a conntrack that', ({ node, call, expectAsBefore }) => {
+  test.each([
+    { name: 'is missing', arrange: (lab: LabNode) => hidePrograms(lab, 'conntrack*') },
+    { name: 'hangs', arrange: broken('exec sleep 30', ['conntrack']) },
+    { name: 'fails', arrange: broken('echo "Operation failed" >&2; exit 1', ['conntrack']) },
+    {
+      name: 'prints garbage without end',
+      arrange: broken('exec yes "udp src= dst= dport=x"', ['conntrack']),
+    },
+  ])('$name costs a warning and no more', async ({ arrange }) => {
+    const repair = await arrange(node);
+    await call('ADD', 'done', { warns: /conntrack/ }, withFlows(own));
+    const added = await node.rules('v4');
+    await call('DEL', 'done', { warns: /conntrack/ }, withFlows(own));
+    await repair();
+    await node.sh(`ln -sf /usr/sbin/conntrack ${node.toolFolder}/conntrack`);
+    expect(added).toContain(sandboxChain('lab', own.id));
+    await expectAsBefore();
+  });
+});
+
+suite('nft', 'files:', ({ node, call, expectAsBefore, survive }) => {
+  test.each(stateFaults)('$name', survive);
+
+  test.each([
+    { name: 'cut off', damage: (text: string) => text.slice(0, text.length / 2) },
+    { name: 'empty', damage: () => '' },
+    { name: 'of a newer format', damage: (text: string) => text.replace('"format":1', '"format":99') },
+    { name: 'of another sandbox', damage: (text: string) => text.replaceAll(/fault-\d/g, 'someone') },
+    { name: 'no text', damage: () => '\0'.repeat(5_000) },
+  ])('a record that is $name keeps neither ADD, CHECK nor DEL from their work', async ({ damage }) => {
+    const damageRecord = async (): Promise<void> => {
+      const path = `${node.root}/run/portmap/${sandboxChain('lab', own.id).slice('CNI-DN-'.length)}.record`;
+      const text = await readFile(path, 'utf8');
+      const damaged = damage(text);
+      expect(damaged).not.toBe(text);
+      await writeFile(path, damaged);
+    };
+    await call('ADD', 'done');
+    await damageRecord();
+    await call('CHECK', 'done');
+    await call('ADD', 'done');
+    expect(await faultsOf(node, [own, neighbour])).toEqual([]);
+    await damageRecord();
+    await call('DEL', 'done', {}, bareConf);
+    await expectAsBefore();
+  });
+});
+
+for (const variant of variants) {
+  suite(variant, 'the system:', ({ node, call, expectAsBefore, survive }) => {
+    test.each(systemFaults)('$name', survive);
+
+    test('few open files: whatever the limit, a call does all or nothing, says so in JSON, and can be repeated', async () => {
+      const ends = new Set<string>();
+      for (const limit of [5, 7, 9, 11, 13, 15, 17, 20, 64]) {
+        for (const verb of ['ADD', 'DEL'] as const) {
+          const outcome = await node.plugin(verb, conf(), own, limited(`--nofile=${limit}`));
+          ends.add(`${outcome.exitCode}`);
+          const said = `${limit} files: exit ${outcome.exitCode}: ${outcome.stdout}${outcome.stderr}`;
+          if (outcome.exitCode === 0) continue;
+          const { code, msg } = errorOf(outcome);
+          expect([5, 11, 50], said).toContain(code);
+          expect(msg, said).not.toBe('');
+          if (verb === 'ADD') await expectAsBefore(said);
+        }
+        await call('DEL', 'done');
+        await expectAsBefore();
+      }
+      expect([...ends].toSorted()).toEqual(['0', '1']);
+    });
+
+    describe('a clock that jumps', () => {
+      if (variant === 'nft')
+        test('back leaves no lock of a dead call standing for longer than stated', async () => {
+          // As a call leaves it that was killed before it had put its name to the lock, an hour from now.
+          await mkdir(lockFolder(node));
+          const soon = Date.now() / 1000 + 3600;
+          await utimes(lockFolder(node), soon, soon);
+          const started = performance.now();
+          await node.expectPlugin('ADD', memberConf(own), own, { timeout: staleMs + 20_000 });
+          expect(performance.now() - started).toBeLessThan(staleMs + 5_000);
+          await call('DEL', 'done');
+          await expectAsBefore();
+        });
+
+      test('ahead, and so takes the lock away from a living call, spoils neither its work nor that of the next', async () => {
+        const repair = await broken(
+          onChange('if mkdir /run/once 2>/dev/null; then sleep 2; fi'),
+          restores,
+        )(node);
+        const slow = startCall(node, { verb: 'ADD', member: own });
+        expect(await until(async () => (await queuedCalls(node)) === 1, 5_000)).toBe(true);
+        await node.sh('for try in $(seq 100); do test -e /run/once && exit 0; sleep 0.02; done; exit 1');
+        const past = Date.now() / 1000 - 3600;
+        await utimes(lockFolder(node), past, past);
+        const gone = startCall(node, { verb: 'DEL', member: neighbour });
+        const ends = await Promise.all([slow.end, gone.end]);
+        await repair();
+        expect(ends.map(({ exitCode, stdout, stderr }) => (exitCode === 0 ? '' : stdout + stderr))).toEqual([
+          '',
+          '',
+        ]);
+        expect(await faultsOf(node, [own])).toEqual([]);
+        await call('DEL', 'done');
+        expect(await stateFiles(node)).toEqual([]);
+        await rm(`${node.root}/run/once`, { recursive: true, force: true });
+      });
+    });
+  });
+}

@@ -4,7 +4,7 @@
 import { execFileSync } from 'node:child_process';
 import { fileURLToPath } from 'node:url';
 import { afterEach, describe, expect, test } from 'vitest';
-import { errorOf, sandboxChain } from '../footprint.ts';
+import { errorOf, holdXtablesLock, sandboxChain } from '../footprint.ts';
 import {
   addresses,
   type CallOptions,
@@ -121,6 +121,21 @@ describe.each(cells)('iptables $version, $variant', ({ version, variant }) => {
   const call: CallOptions = {
     env: { PATH: `${folder}/${variant}:/usr/sbin:/usr/bin:/sbin:/bin` },
   };
+
+  if (variant === 'legacy')
+    test('a text without COMMIT, which the table is read with, changes nothing and needs no lock', async () => {
+      const lab = await open();
+      const release = await holdXtablesLock(lab);
+      const before = await lab.rules('v4');
+      const outcome = await lab.run(['iptables-restore', '--noflush', '-w', '1'], {
+        input: '*nat\n:CNI-DN-x - [0:0]\n-A OUTPUT -j CNI-DN-x\n-S OUTPUT\n',
+        env: { PATH: `${lab.toolFolder}:/usr/bin:/bin`, XTABLES_LOCKFILE: '/proc/self/stat' },
+      });
+      release();
+      expect(outcome.stdout).toContain('-A OUTPUT');
+      expect(outcome.stderr).toContain('COMMIT expected');
+      expect(await lab.rules('v4')).toBe(before);
+    });
 
   test('one sandbox comes, changes and goes beside another', async () => {
     const lab = await open();
