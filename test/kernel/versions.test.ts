@@ -128,11 +128,11 @@ describe.each(cells)('iptables $version, $variant', ({ version, variant }) => {
       const release = await holdXtablesLock(lab);
       const before = await lab.rules('v4');
       const outcome = await lab.run(['iptables-restore', '--noflush', '-w', '1'], {
-        input: '*nat\n:CNI-DN-x - [0:0]\n-A OUTPUT -j CNI-DN-x\n-S OUTPUT\n',
+        input: '*nat\n:CNI-DN-x - [0:0]\n-A OUTPUT -p tcp -j ACCEPT\n-S OUTPUT\n',
         env: { PATH: `${lab.toolFolder}:/usr/bin:/bin`, XTABLES_LOCKFILE: '/proc/self/stat' },
       });
       release();
-      expect(outcome.stdout).toContain('-A OUTPUT');
+      expect(outcome.stdout).toBe('-P OUTPUT ACCEPT\n-A OUTPUT -p tcp -j ACCEPT\n');
       expect(outcome.stderr).toContain('COMMIT expected');
       expect(await lab.rules('v4')).toBe(before);
     });
