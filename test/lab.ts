@@ -5,8 +5,7 @@
 //   client ── ext0 [ node ] cni0 ──┬── eth0 of container c1
 //   198.51.100.2   198.51.100.1    ├── eth0 of container c2      (v6 beside every v4)
 //                  10.1.0.1/16     └── …
-import { execa } from 'execa';
-import { type ChildProcess, spawn } from 'node:child_process';
+import { type ChildProcess, execFile, spawn } from 'node:child_process';
 import { once } from 'node:events';
 import { existsSync } from 'node:fs';
 import { readdir, readlink } from 'node:fs/promises';
@@ -68,6 +67,8 @@ export type Machine = {
   unwrapTool(name: string): Promise<void>;
   /** The nat table as iptables-save prints it, without its comments and counters. */
   rules(family: Family): Promise<string>;
+  /** Both families, for the message of a failed assertion. */
+  allRules(): Promise<string>;
   /** Ends every process that lives in the machine, and so the machine. */
   close(): Promise<void>;
 };
@@ -131,25 +132,22 @@ export async function openMachine({ variant, tools = '/usr/sbin' }: MachineOptio
     '--',
     ...argv,
   ];
-  const run: Machine['run'] = async (
-    argv,
-    { input = '', env = { PATH: path }, netns, timeout = 20_000 } = {},
-  ) => {
+  const run: Machine['run'] = (argv, { input = '', env = { PATH: path }, netns, timeout = 20_000 } = {}) => {
     const [file, ...args] = enter(argv, netns);
-    const outcome = await execa(file, args, {
-      input,
-      env,
-      extendEnv: false,
-      timeout,
-      killSignal: 'SIGKILL',
-      reject: false,
-      stripFinalNewline: false,
+    const ended = Promise.withResolvers<Outcome>();
+    const limits = { timeout, killSignal: 'SIGKILL', maxBuffer: Infinity } as const;
+    const child = execFile(file, args, { env, ...limits }, (error, stdout, stderr) => {
+      const exitCode = error === null ? 0 : typeof error.code === 'number' ? error.code : 128;
+      ended.resolve({
+        exitCode,
+        stdout,
+        stderr: error?.killed === true ? `${stderr}\nkilled after ${timeout} ms` : stderr,
+      });
     });
-    return {
-      exitCode: outcome.exitCode ?? 128,
-      stdout: outcome.stdout,
-      stderr: outcome.timedOut ? `${outcome.stderr}\nkilled after ${timeout} ms` : outcome.stderr,
-    };
+    // A program may end without having read its input.
+    child.stdin?.on('error', () => {});
+    child.stdin?.end(input);
+    return ended.promise;
   };
   const sh: Machine['sh'] = async (text, options) => {
     const outcome = await run(['sh', '-ec', text], options);
@@ -157,6 +155,8 @@ export async function openMachine({ variant, tools = '/usr/sbin' }: MachineOptio
       throw new Error(`exit ${outcome.exitCode}: ${outcome.stderr}\n${outcome.stdout}\nof: ${text}`);
     return outcome.stdout;
   };
+  const tables = async (saves: string): Promise<string> =>
+    (await sh(saves)).replace(/^#.*\n/gm, '').replace(/ \[\d+:\d+\]$/gm, ' [0:0]');
   const start: Machine['start'] = (argv, { env = { PATH: path }, netns } = {}) => {
     const [file, ...args] = enter(argv, netns);
     const child = spawn(file, args, { stdio: ['pipe', 'pipe', 'inherit'], env });
@@ -184,10 +184,8 @@ export async function openMachine({ variant, tools = '/usr/sbin' }: MachineOptio
     unwrapTool: async (name) => {
       await sh(`ln -sf ${multi} ${toolFolder}/${name}`);
     },
-    rules: async (family) => {
-      const text = await sh(`${family === 'v4' ? 'iptables' : 'ip6tables'}-save -t nat`);
-      return text.replace(/^#.*\n/gm, '').replace(/ \[\d+:\d+\]$/gm, ' [0:0]');
-    },
+    rules: (family) => tables(`${family === 'v4' ? 'iptables' : 'ip6tables'}-save -t nat`),
+    allRules: () => tables('echo IPv4:; iptables-save -t nat; echo; echo IPv6:; ip6tables-save -t nat'),
     close: async () => {
       const gone = holder.exitCode === null && holder.signalCode === null ? once(holder, 'exit') : undefined;
       const [mounts, network] = await Promise.all([namespaceOf(pid, 'mnt'), namespaceOf(pid, 'net')]);
@@ -318,8 +316,6 @@ export type LabNode = Machine & {
   ): Promise<Outcome>;
   /** The same for a call that must succeed: throws with what it printed and the rules there are. */
   expectPlugin(...call: Parameters<LabNode['plugin']>): Promise<Outcome>;
-  /** Both families, for the message of a failed assertion. */
-  allRules(): Promise<string>;
   /**
    * An echo server inside a network namespace of the node: a container's name, 'client', or undefined for the node.
    * Gives the function that stops it; close() does so too.
@@ -401,8 +397,6 @@ END`);
       },
       timeout: call.timeout ?? 30_000,
     });
-  const allRules = async (): Promise<string> =>
-    `IPv4:\n${await machine.rules('v4')}\nIPv6:\n${await machine.rules('v6')}`;
 
   return {
     ...machine,
@@ -435,11 +429,10 @@ END`);
       if (outcome.exitCode !== 0)
         throw new Error(
           `${verb} of ${target.id}: exit ${outcome.exitCode}\n${outcome.stdout}${outcome.stderr}\nnetconf: ` +
-            `${typeof conf === 'string' ? conf : JSON.stringify(conf)}\n${await allRules()}`,
+            `${typeof conf === 'string' ? conf : JSON.stringify(conf)}\n${await machine.allRules()}`,
         );
       return outcome;
     },
-    allRules,
     serve: async (netns, { protocol, address, port, name = netns ?? 'node' }) => {
       await station(netns).order({ op: 'serve', protocol, address, port, name });
       return async () => {
@@ -458,7 +451,9 @@ type Station = { order(order: Order): Promise<StationReply> };
 
 function openStation(machine: Machine, netns: string | undefined): Station {
   const argv = [nodeBin, '--no-warnings', here('station.ts')];
-  const child = machine.start(argv, netns === undefined ? {} : { netns });
+  // Compiled once for all: that is most of a station's start.
+  const env = { PATH: systemPath, NODE_COMPILE_CACHE: here('../.cache/station') };
+  const child = machine.start(argv, { env, ...(netns === undefined ? {} : { netns }) });
   const { stdin, stdout } = child;
   if (stdin === null || stdout === null) throw new Error('a station needs its pipes');
   const waiting = new Map<number, (reply: StationReply) => void>();

@@ -6,6 +6,7 @@
 //   {"id":2,"op":"ask","protocol":"udp","address":"198.51.100.1","port":5300}           ->  {"id":2,"answer":{…}}
 import { randomUUID } from 'node:crypto';
 import { createSocket } from 'node:dgram';
+import module from 'node:module';
 import { createServer, connect } from 'node:net';
 import { createInterface } from 'node:readline';
 
@@ -144,6 +145,8 @@ async function obey(order: Order): Promise<{ answer?: Answer | null }> {
 }
 
 if (import.meta.main) {
+  // It is seldom left the time to do so at its end. Node.js 20 has no such cache.
+  module.flushCompileCache?.();
   for await (const line of createInterface({ input: process.stdin })) {
     const order: Order & { id: number } = JSON.parse(line);
     void obey(order)
