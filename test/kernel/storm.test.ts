@@ -418,7 +418,7 @@ describeVariants({}, ({ variant, node }) => {
   test(
     'after many cycles of ADD and DEL the tables and the folder are as after the first',
     async () => {
-      const cycles = isLong ? 1_000 : 40;
+      const cycles = isLong ? 1_000 : 20;
       const members = everybody.slice(0, 5);
       for (const member of members) await cycle(node, member);
       const before = await footprint(node);
