@@ -329,7 +329,7 @@ describeVariants({ serving: transports, isKept: true }, ({ node, c1, c2 }) => {
   describe('a UDP flow', () => {
     const sourcePort = 40_000;
     const send = (port: number, address: string): Promise<Answer | null> =>
-      node.probe('client', { protocol: 'udp', address, port, sourcePort, timeout: 300 });
+      node.probe('client', { protocol: 'udp', address, port, sourcePort, timeout: 2_000 });
     beforeAll(async () => {
       // The kernel tracks flows only where some rule needs it, as on any node.
       for (const tool of ['iptables', 'ip6tables'])

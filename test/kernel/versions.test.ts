@@ -154,7 +154,7 @@ describe.each(cells)('iptables $version, $variant', ({ version, variant }) => {
             protocol,
             address: addresses.node[family],
             port,
-            timeout: 300,
+            timeout: 2_000,
           });
           return [`${protocol} ${family}`, answer?.name] as const;
         }),
