@@ -22,8 +22,15 @@ const { values: wanted } = parseArgs({
     only: { type: 'string' },
     variant: { type: 'string' },
     quick: { type: 'boolean', default: false },
+    help: { type: 'boolean', default: false },
   },
 });
+if (wanted.help) {
+  process.stdout.write(`npm run bench -- [--only STAGE,...] [--variant nft|legacy] [--quick]
+  stages: ${stageNames.options.join(', ')}
+  --quick measures little, and writes to .cache/bench instead of bench/results.md\n`);
+  process.exit(0);
+}
 const only = z.array(stageNames).parse(wanted.only?.split(',') ?? stageNames.options);
 const variants = z.array(z.enum(['nft', 'legacy'])).parse(wanted.variant?.split(',') ?? ['nft', 'legacy']);
 

@@ -55,7 +55,7 @@ export function readVariables(verb: Exclude<Verb, 'VERSION'>, environment: Envir
     throw new PortmapError(
       'ENV',
       `required env variables [${missing.join(',')}] missing`,
-      `the container runtime sets them for ${verb}; by hand, see portmap --help`,
+      `the container runtime sets them for ${verb}; by hand, see "At 3 a.m." in the README`,
     );
   const value = (name: string) => environment[name] ?? '';
   return { containerId: value('CNI_CONTAINERID'), netns: value('CNI_NETNS'), ifname: value('CNI_IFNAME') };

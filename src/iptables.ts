@@ -318,7 +318,8 @@ function failure(program: string, outcome: Outcome, tools: Tools | undefined, in
     return new PortmapError('REJECTED', `${called}: refused the rules: ${firstLine(said)}`, evidence);
   if (outcome.failure !== undefined && /ENOENT|EACCES|ENOEXEC/.test(outcome.failure))
     return new PortmapError('UNAVAILABLE', `${program}: can't be run: ${outcome.failure}`, evidence);
-  const isUncertain = outcome.exitCode === undefined;
+  // One that was never started has certainly done nothing.
+  const isUncertain = outcome.exitCode === undefined && !outcome.isUnstarted;
   return new PortmapError('CONFLICT', `${called}: ${outcome.failure ?? firstLine(said)}`, evidence, {
     isUncertain,
   });

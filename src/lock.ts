@@ -145,7 +145,7 @@ export function lockBusy(file: string): PortmapError {
   return new PortmapError(
     'BUSY',
     `${lock}: held by ${pid === undefined ? 'another call' : `process ${pid}`} for the whole time this call has`,
-    `the holder works for the same sandbox or commits for all; a lock of a dead process is free after ${staleMs / 1000} s`,
+    'the holder works for the same sandbox or commits for all; once it and its iptables have ended, the next call takes its lock over',
   );
 }
 

@@ -137,7 +137,7 @@ function obstacle(target: Target, views: ReadonlyMap<string, View>): PortmapErro
       if (target.after !== undefined || target.request?.change.verb === 'ADD') return seen.error;
       return new PortmapError(
         'BUSY',
-        `container ${target.before?.containerId ?? 'unknown'}: ${seen.error.message}`,
+        `container ${target.request?.containerId ?? target.before?.containerId ?? 'unknown'}: ${seen.error.message}`,
         seen.error.details,
       );
     }

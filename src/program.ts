@@ -24,8 +24,9 @@ export function graceBudget(milliseconds: number): Budget {
   };
 }
 
-/** How a program ended. `failure` is set when it could not run or was killed. */
+/** How a program ended. `failure` is set when it could not run or was killed, `isUnstarted` when it did not even begin. */
 export interface Outcome {
+  readonly isUnstarted?: boolean;
   readonly exitCode: number | undefined;
   readonly stderr: string;
   readonly failure?: string;
@@ -96,7 +97,8 @@ export async function runProgram(
   },
 ): Promise<Outcome> {
   const { budget, input, env, onLine, onStart } = options;
-  if (budget.signal.aborted) return { exitCode: undefined, stderr: '', failure: notStarted };
+  if (budget.signal.aborted)
+    return { exitCode: undefined, stderr: '', failure: notStarted, isUnstarted: true };
   const lines = onLine === undefined ? undefined : lineReader(onLine, budget);
   const done = runtime.execute(program, argv, {
     signal: budget.signal,
@@ -112,7 +114,8 @@ export async function runProgram(
   if (lines?.end() === 'cut short') return { exitCode: undefined, stderr: '', failure: timeWasUp };
   const { exitCode, signal, error, stderr } = ending;
   if (exitCode !== undefined) return { exitCode, stderr };
-  if (error !== undefined) return { exitCode, stderr, failure: `could not be started: ${error}` };
+  if (error !== undefined)
+    return { exitCode, stderr, failure: `could not be started: ${error}`, isUnstarted: true };
   return { exitCode, stderr, failure: budget.signal.aborted ? timeWasUp : `killed by ${signal}` };
 }
 

@@ -159,7 +159,9 @@ export function giveBack(state: StateFolder, requests: readonly Request[]): void
 
 /** Ends a request: its owner sees it gone, and finds the answer if there is more to say than "done". */
 export function finish(state: StateFolder, request: Request, answer: Answer): void {
-  if (answer.error !== undefined || answer.warnings.length > 0) {
+  // Nobody asks what became of an undo.
+  const isAsked = !request.token.endsWith(undoMark);
+  if (isAsked && (answer.error !== undefined || answer.warnings.length > 0)) {
     const { code, message, details } = answer.error ?? {};
     const error = code === undefined ? undefined : { code, message, details };
     writeState(resultFile(state, request), JSON.stringify({ warnings: answer.warnings, error }));

@@ -19,7 +19,7 @@ import {
   unlinkSync,
   writeSync,
 } from 'node:fs';
-import { join } from 'node:path';
+import { isAbsolute, join } from 'node:path';
 import { systemCode } from './errors.ts';
 
 /** A state folder that was found to be the caller's own. */
@@ -70,6 +70,7 @@ export interface NoStateFolder {
  */
 export function openState(create: boolean): StateFolder | NoStateFolder {
   const path = statePath();
+  if (!isAbsolute(path)) return { problem: `PORTMAP_STATE_DIR: ${path}: not an absolute path` };
   const queue = join(path, 'queue');
   try {
     if (create) makeFolder(queue);

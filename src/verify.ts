@@ -16,7 +16,15 @@ import {
 import { commitTogether } from './commit.ts';
 import type { CniVariables } from './environment.ts';
 import { PortmapError, toPortmapError } from './errors.ts';
-import { findTools, hasLegacyTable, observe, observeMore, type Tools, variants } from './iptables.ts';
+import {
+  findTools,
+  hasLegacyTable,
+  observe,
+  observeMore,
+  type Tools,
+  type Variant,
+  variants,
+} from './iptables.ts';
 import { readDispatch, rivalLines } from './listing.ts';
 import { withLockIfPossible } from './lock.ts';
 import { describeMapping, type NetConf, readValidAttachments } from './netconf.ts';
@@ -25,6 +33,7 @@ import type { Budget } from './program.ts';
 import { newRequest } from './queue.ts';
 import { type Attachment, readRecord, readRecords } from './record.ts';
 import type { Ruleset } from './restore.ts';
+import { isDead } from './rival.ts';
 import type { Surroundings } from './change.ts';
 import { openState, sandboxFiles, type StateFolder, writeState } from './state.ts';
 
@@ -52,7 +61,7 @@ export async function checkSandbox(
     throw new PortmapError(
       'CHECK',
       findings.join('; '),
-      'another program changed the nat table, or an ADD was lost: any ADD repairs the shared chains, "portmap reapply" puts back the sandbox’s own',
+      'another program changed the nat table, or an ADD was lost: any ADD repairs the shared chains, "portmap reapply" puts back the sandbox’s own. A port that an earlier rule takes is a newer container’s: stop that one, or map another port',
     );
 }
 
@@ -126,7 +135,9 @@ export async function observeNode(budget: Budget): Promise<{ tools: Tools; obser
         const chains = readDispatch(seen).map(({ chain }) => chain);
         return [{ tools, observed: await observeMore(tools, seen, chains, budget) }];
       } catch (error) {
-        if (toPortmapError(error).code === 'UNAVAILABLE') return [];
+        // No programs for a table, or no such table: whoever has made it would have both. One that may not be read may hold any.
+        const { code, isUncertain } = toPortmapError(error);
+        if (code === 'UNAVAILABLE' && !isUncertain) return [];
         throw error;
       }
     }),
@@ -183,8 +194,8 @@ function leakedContainers(network: string, tables: readonly { readonly observed:
 
 /**
  * Says whether an ADD could be served now. Never takes the xtables lock.
- * @throws PortmapError UNAVAILABLE without usable iptables; DEGRADED when mappings are installed but the jumps to them
- * are gone, so that no packet reaches them (SPEC 1.1.0, STATUS: 50 and 51).
+ * @throws PortmapError UNAVAILABLE without usable iptables; DEGRADED when mappings are installed or recorded, but the
+ * jumps to them are gone, so that no packet reaches them (SPEC 1.1.0, STATUS: 50 and 51).
  */
 export async function reportStatus(call: Surroundings): Promise<void> {
   const ready = await Promise.allSettled(families.map((family) => probeTable(family, call.budget)));
@@ -200,7 +211,7 @@ export async function reportStatus(call: Surroundings): Promise<void> {
   if (missing.length > 0)
     throw new PortmapError(
       'DEGRADED',
-      `the jumps to installed mappings are gone: ${missing.join('; ')}`,
+      `the jumps to the mappings of live containers are gone: ${missing.join('; ')}`,
       'a firewall reload removed them; "portmap reapply" puts all mappings back',
     );
 }
@@ -216,10 +227,21 @@ async function probeTable(family: Family, budget: Budget): Promise<string[]> {
     (chain) => observed.chains.get(chain)?.includes(dispatchJump) !== true,
   );
   // A node without mappings needs no jumps; a sick one is looked at each time.
-  if (missing.length > 0 && readDispatch(observed).length > 0)
+  if (missing.length > 0 && (readDispatch(observed).length > 0 || isRecorded(family, tools.variant)))
     return missing.map((chain) => `${family}: ${chain} has no jump to ${dispatchChain}`);
   noteLook(family);
   return [];
+}
+
+// Says whether a live sandbox has mappings in this table by its record.
+function isRecorded(family: Family, variant: Variant): boolean {
+  const state = openState(false);
+  return (
+    !('problem' in state) &&
+    readRecords(state).some(
+      (record) => record.variant === variant && record.families.includes(family) && !isDead(record),
+    )
+  );
 }
 
 // A stamp in the state folder spaces the looks of all processes at a healthy table; without a folder every call looks.

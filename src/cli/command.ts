@@ -30,7 +30,7 @@ export async function runCommand(argv: readonly string[], terminal: Terminal): P
       'print every port mapping on this node, upstream’s too',
       (command) =>
         command.option('json', { type: 'boolean', default: false, describe: 'print a JSON array' }),
-      async ({ json }) => line(await listNode(json, terminal.budget)),
+      async ({ json }) => line(await listNode(json, terminal)),
     )
     .command(
       'plan <verb>',

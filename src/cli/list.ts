@@ -1,4 +1,6 @@
 // `portmap list`: who has which host port on this node.
+import { families } from '../address.ts';
+import { toPortmapError } from '../errors.ts';
 import type { ListedMapping } from '../listing.ts';
 import { listMappings } from '../listing.ts';
 import { findTools } from '../iptables.ts';
@@ -9,10 +11,12 @@ import { openState } from '../state.ts';
 import { observeNode } from '../verify.ts';
 
 /** Every mapping in the kernel, in both families and variants, as a table or as JSON. */
-export async function listNode(json: boolean, budget: Budget): Promise<string> {
-  const tables = await observeNode(budget);
-  // No table at all: then there are no tools to look with, which is not the same as no mappings.
-  if (tables.length === 0) await findTools('ipv4', undefined, budget);
+export async function listNode(
+  json: boolean,
+  terminal: { readonly budget: Budget; readonly warn: (text: string) => void },
+): Promise<string> {
+  const tables = await observeNode(terminal.budget);
+  await nameUnseen(tables, terminal);
   const state = openState(false);
   const rows = tables
     .flatMap(({ tools, observed }) =>
@@ -27,6 +31,20 @@ export async function listNode(json: boolean, budget: Budget): Promise<string> {
         : { ...mapping, network: record.network, containerId: record.containerId };
     });
   return json ? JSON.stringify(rows.map(toJson), null, 2) : renderTable(rows.map(toCells));
+}
+
+// A family without a table may be one without programs to look with, which is not the same as no mappings.
+async function nameUnseen(
+  tables: Awaited<ReturnType<typeof observeNode>>,
+  { budget, warn }: { readonly budget: Budget; readonly warn: (text: string) => void },
+): Promise<void> {
+  for (const family of families.filter((one) => !tables.some(({ tools }) => tools.family === one)))
+    try {
+      await findTools(family, undefined, budget);
+    } catch (error) {
+      if (tables.length === 0) throw error;
+      warn(`${toPortmapError(error).message}: mappings of ${family} are not shown`);
+    }
 }
 
 type Row = ListedMapping & { readonly variant: string };

@@ -6,7 +6,7 @@ import type { Budget } from '../program.ts';
 import { newRequest, type Request } from '../queue.ts';
 import { readRecords, type SandboxRecord } from '../record.ts';
 import { isDead } from '../rival.ts';
-import { openState } from '../state.ts';
+import { openState, statePath } from '../state.ts';
 
 /**
  * Puts back the rules of every live recorded sandbox, and removes those of dead ones, in one transaction a table.
@@ -18,7 +18,7 @@ export async function reapplyRecords(terminal: {
 }): Promise<string> {
   const state = openState(false);
   if ('problem' in state) {
-    if (state.problem === undefined) return 'nothing to do: no sandbox is recorded';
+    if (state.problem === undefined) return `nothing to do: no sandbox is recorded in ${statePath()}`;
     throw new PortmapError('IO', `state folder: ${state.problem}`);
   }
   const counts = { kept: 0, dropped: 0 };

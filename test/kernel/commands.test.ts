@@ -1,6 +1,6 @@
 // The commands for people: what they print, and that those which only look change nothing.
 import { expect, test } from 'vitest';
-import { bareConf, port, sandboxChain, stateFiles, wipe } from '../footprint.ts';
+import { bareConf, hidePrograms, port, sandboxChain, stateFiles, wipe } from '../footprint.ts';
 import {
   addresses,
   cniVersions,
@@ -167,6 +167,21 @@ describeVariants({}, ({ variant, node, c1, c2 }) => {
     expect(table.stdout).toMatch(
       new RegExp(`^tcp +${addresses.node.v4}:8081 +${c2.v4}:80 +other +${c2.id} `, 'm'),
     );
+  });
+
+  test('list fails where it may not look, and names a family it has no programs for', async () => {
+    await node.expectPlugin('ADD', netconf(c1, [port(8080)]), c1);
+    const nobody = await node.run(['setpriv', '--reuid', '65534', '--clear-groups', portmapBin, 'list']);
+    expect(nobody, nobody.stderr).toMatchObject({ exitCode: 1, stdout: '' });
+    expect(nobody.stderr).toMatch(/not permitted.*root/);
+    const restore = await hidePrograms(node, 'ip6tables*');
+    try {
+      const half = await portmap(['list']);
+      expect(half.stdout).toContain('0.0.0.0:8080');
+      expect(half.stderr).toMatch(/ip6tables.*mappings of ipv6 are not shown/);
+    } finally {
+      await restore();
+    }
   });
 
   test('list on a node without mappings is empty', async () => {

@@ -17,6 +17,7 @@ import {
   type Container,
   type LabNode,
   netconf,
+  portmapBin,
   type Netconf,
   type PortMapping,
   prevResult,
@@ -336,6 +337,16 @@ describeVariants({}, ({ variant, node, c1, c2 }) => {
       for (const outcome of [fresh, busy]) expect(outcome).toEqual({ exitCode: 0, stdout: '', stderr: '' });
       expect(took).toBeLessThan(1_500);
       expect(await node.allRules()).toBe(rules);
+    });
+
+    test('R13: STATUS is 51 after a firewall reload that left nothing, until the mappings of live containers are back', async () => {
+      await node.expectPlugin('ADD', netconf(c1, [port(8080)]), c1);
+      await node.sh(forBoth('$t -F; $t -X'));
+      const error = errorOf(await status(node));
+      expect(error.code, error.msg).toBe(51);
+      expect(error.details).toContain('reapply');
+      await node.sh(`${portmapBin} reapply`);
+      expect(await status(node)).toMatchObject({ exitCode: 0, stdout: '' });
     });
 
     test('R20: STATUS is 50 without usable iptables', async () => {
