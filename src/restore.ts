@@ -218,6 +218,11 @@ function removal(observed: Ruleset, chain: string): Step[] {
   return observed.absent.has(chain) ? [] : [{ do: 'remove', chain, before: observed.chains.get(chain) }];
 }
 
+// A rule with neither a match nor a target is empty.
+function command(option: string, chain: string, rule: string): string {
+  return rule === '' ? `${option} ${chain}` : `${option} ${chain} ${rule}`;
+}
+
 function renderStep(step: Step, naming: Naming): string[] {
   switch (step.do) {
     case 'new':
@@ -225,16 +230,16 @@ function renderStep(step: Step, naming: Naming): string[] {
     case 'fill':
       return [
         `:${step.chain.name} - [0:0]`,
-        ...step.chain.rules.map((rule) => `-A ${step.chain.name} ${rule}`),
+        ...step.chain.rules.map((rule) => command('-A', step.chain.name, rule)),
       ];
     case 'remove':
       return [`:${step.chain} - [0:0]`, `-X ${step.chain}`];
     case 'insert':
-      return [`-I ${step.chain} ${step.at} ${step.rule}`];
+      return [command('-I', `${step.chain} ${step.at}`, step.rule)];
     case 'append':
-      return [`-A ${step.chain} ${step.rule}`];
+      return [command('-A', step.chain, step.rule)];
     case 'delete':
-      return [`-D ${step.chain} ${naming === 'place' && step.at > 0 ? step.at : step.rule}`];
+      return [command('-D', step.chain, naming === 'place' && step.at > 0 ? String(step.at) : step.rule)];
     default:
       return step satisfies never;
   }
