@@ -78,7 +78,7 @@ describe.each(cells)('iptables $version, $variant', ({ version, variant }) => {
         await loadBoth(lab, (family) => oddTable(rules[family]));
         await Promise.all(families.map((family) => expectIdentity(lab, family)));
       }),
-      { numRuns: 15 },
+      { numRuns: 12 },
     );
   });
 });

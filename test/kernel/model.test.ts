@@ -39,7 +39,7 @@ import {
 import { describeVariants } from '../nodes.ts';
 
 const isLong = (process.env['PORTMAP_TEST_LONG'] ?? '') !== '';
-const limitMs = isLong ? 150_000 : 15_000;
+const limitMs = isLong ? 120_000 : 12_000;
 
 /**
  * Whether the three sequences that are known to fail are right by now. As long as they are not, nothing else would be
