@@ -6,7 +6,7 @@ import type { BatchContext, Plan, PlannedTable } from './plan.ts';
 import { graceBudget } from './program.ts';
 import { removeRecord, writeRecord } from './record.ts';
 import { decisiveChains, invertTransaction, isApplied, renderTransaction, type Ruleset } from './restore.ts';
-import type { Target } from './target.ts';
+import { type Table, tableKey, tablesOf, type Target } from './target.ts';
 
 // The call may be over its time, or told to end at once, when it has to look what it has done and put a family back.
 const lookMs = 800;
@@ -21,7 +21,7 @@ export async function commitPlan(
   context: BatchContext,
   cover: (pid: number) => void,
 ): Promise<string[]> {
-  const problems = saveRecords(plan.targets, context, 'after');
+  const problems = saveRecords(plan.targets, context, 'pending');
   const todo = plan.tables.filter(({ transaction }) => transaction.length > 0);
   const results = await Promise.allSettled(
     todo.map(({ tools, transaction }) =>
@@ -35,7 +35,7 @@ export async function commitPlan(
   if (first === undefined) {
     for (const { hash, after } of plan.targets)
       if (after === undefined && context.state !== undefined) removeRecord(context.state, hash);
-    return problems;
+    return [...problems, ...saveRecords(plan.targets.filter(isUnsettled), context, 'after')];
   }
   const undone = await Promise.allSettled(todo.map((planned, index) => undo(planned, results[index], cover)));
   const stuck = undone.flatMap((result) =>
@@ -82,17 +82,40 @@ function textOf(ruleset: Ruleset, chain: string): string | undefined {
   return ruleset.chains.get(chain)?.join('\n');
 }
 
-// Writes what will be, or puts back what was; a sandbox that goes keeps its record until it is gone. A record that can't
-// be written is a problem to report, not a failure.
-function saveRecords(targets: readonly Target[], context: BatchContext, which: 'before' | 'after'): string[] {
+// Says whether the record of a sandbox changes once more when its commit is done.
+function isUnsettled(target: Target): boolean {
+  return target.after !== undefined && (isShrinking(target) || olderTables(target).length > 0);
+}
+
+// A sandbox that only loses an attachment, and so keeps the record of both until that is gone.
+function isShrinking({ request, before, after }: Target): boolean {
+  return request?.change.verb === 'DEL' && after?.order === before?.order;
+}
+
+// Tables that hold rules of before, and none after the commit: whoever is killed in between must find them.
+function olderTables({ after, old }: Target): Table[] {
+  const wanted = new Set(tablesOf(after).map(tableKey));
+  return old.filter((table) => !wanted.has(tableKey(table)));
+}
+
+// Writes what will be, with where it may still be otherwise, then what is; or puts back what was. A sandbox that goes
+// keeps its record until it is gone. A record that can't be written is a problem to report, not a failure.
+function saveRecords(
+  targets: readonly Target[],
+  context: BatchContext,
+  which: 'before' | 'pending' | 'after',
+): string[] {
   const { state } = context;
   if (state === undefined) return [];
   return targets.flatMap((target) => {
-    if (target.after === undefined) return [];
-    const record = target[which];
+    const { hash, before, after } = target;
+    if (after === undefined || (which === 'pending' && isShrinking(target))) return [];
+    const older = olderTables(target);
+    const record =
+      which === 'before' ? before : which === 'pending' && older.length > 0 ? { ...after, older } : after;
     try {
       if (record !== undefined) writeRecord(state, record);
-      else if (which === 'before') removeRecord(state, target.hash);
+      else removeRecord(state, hash);
       return [];
     } catch (error) {
       return [

@@ -26,6 +26,8 @@ export interface SandboxRecord {
   readonly order: number;
   readonly variant: Variant;
   readonly families: readonly Family[];
+  /** Tables that may still hold rules from before the commit that this record was written for. */
+  readonly older?: readonly { readonly variant: Variant; readonly family: Family }[] | undefined;
   readonly attachments: readonly Attachment[];
 }
 
@@ -99,6 +101,7 @@ const recordSchema = once(() =>
     order: z.number(),
     variant: z.enum(variants),
     families: z.array(z.enum(families)),
+    older: z.optional(z.array(z.object({ variant: z.enum(variants), family: z.enum(families) }))),
     attachments: z.array(attachmentSchema()),
   }),
 );

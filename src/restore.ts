@@ -16,6 +16,8 @@ export interface Ruleset {
 export interface Wanted {
   readonly chain: string;
   readonly rules?: SandboxRules | undefined;
+  /** It has nothing new, and so no claim to stand in front of those that came after it. */
+  readonly keepsPlace?: boolean;
   /** A chain of the retired scheme that goes with the sandbox. */
   readonly retired?: string | undefined;
 }
@@ -45,16 +47,17 @@ export function planTransaction(observed: Ruleset, wanted: readonly Wanted[]): T
   );
   const dispatch = observed.chains.get(dispatchChain);
   const targets = new Set(wanted.map(({ chain }) => chain));
+  const kept = new Set(wanted.flatMap((want) => keptLines(want, dispatch ?? [])));
   const retired = new Set(wanted.flatMap((want) => (want.retired === undefined ? [] : [want.retired])));
   return [
     ...(needed.length > 0 && dispatch === undefined ? [{ do: 'new', chain: dispatchChain } as const] : []),
-    ...deletions(dispatchChain, dispatch ?? [], targets),
+    ...deletions(dispatchChain, dispatch ?? [], targets).filter(({ rule }) => !kept.has(rule)),
     ...deletions(retiredChain, observed.chains.get(retiredChain) ?? [], retired),
     // Rewriting a chain that is right would cost more than all the rest: the nft variant waits for the kernel to let
     // go of every rule that is replaced.
     ...[...marks.values()].filter((chain) => !holds(observed, chain)).map((chain) => fill(observed, chain)),
     ...needed.map(({ chain }) => fill(observed, chain)),
-    ...needed.flatMap((rules) => insertions(rules.dispatch)),
+    ...needed.flatMap((rules) => insertions(rules.dispatch.filter((line) => !kept.has(line)))),
     ...[...jumps.values()].flatMap((jump) => jumpStep(observed, jump)),
     ...wanted.flatMap((want) => (want.rules === undefined ? removal(observed, want.chain) : [])),
     ...[...retired]
@@ -179,11 +182,19 @@ function unquoted(rule: string): string {
   return rule.includes('"') ? rule.replaceAll(/"(?:[^"\\]|\\.)*"/g, '""') : rule;
 }
 
-function deletions(chain: string, rules: readonly string[], targets: ReadonlySet<string>): Step[] {
+type Deletion = Extract<Step, { do: 'delete' }>;
+
+function deletions(chain: string, rules: readonly string[], targets: ReadonlySet<string>): Deletion[] {
   return rules
-    .map((rule, index): Step => ({ do: 'delete', chain, at: index + 1, rule }))
-    .filter((step) => step.do === 'delete' && targets.has(targetOf(step.rule)))
+    .map((rule, index): Deletion => ({ do: 'delete', chain, at: index + 1, rule }))
+    .filter(({ rule }) => targets.has(targetOf(rule)))
     .toReversed();
+}
+
+// The lines of the dispatch chain that stay where they are: all that are wanted of a sandbox, if all are there.
+function keptLines({ keepsPlace, rules }: Wanted, dispatch: readonly string[]): readonly string[] {
+  const lines = rules?.dispatch ?? [];
+  return keepsPlace === true && lines.every((line) => dispatch.includes(line)) ? lines : [];
 }
 
 function holds(observed: Ruleset, { name, rules }: Chain): boolean {

@@ -82,7 +82,7 @@ export function tablesOfTarget(target: Target): Table[] {
 
 /** What a target wants of one table. */
 export function wantedOf(target: Target, table: Table): Wanted {
-  const { after, hash } = target;
+  const { after, before, hash, request } = target;
   const rules =
     after?.variant === table.variant
       ? sandboxRules(
@@ -95,6 +95,8 @@ export function wantedOf(target: Target, table: Table): Wanted {
   return {
     chain: `${sandboxPrefix}${hash}`,
     rules,
+    // What an earlier request of the same batch wants has a place of its own.
+    keepsPlace: request?.change.verb === 'DEL' && after?.order === before?.order,
     retired: rules === undefined ? `${retiredPrefix}${hash}` : undefined,
   };
 }
@@ -105,7 +107,9 @@ export function tableKey(table: Table): string {
 
 /** The tables a record's rules are in. */
 export function tablesOf(record: SandboxRecord | undefined): Table[] {
-  return record === undefined ? [] : record.families.map((family) => ({ variant: record.variant, family }));
+  if (record === undefined) return [];
+  const { variant, families, older = [] } = record;
+  return [...families.map((family) => ({ variant, family })), ...older];
 }
 
 const everyTable: readonly Table[] = [

@@ -41,12 +41,6 @@ import { describeVariants } from '../nodes.ts';
 const isLong = (process.env['PORTMAP_TEST_LONG'] ?? '') !== '';
 const limitMs = isLong ? 120_000 : 12_000;
 
-/**
- * Whether the three sequences that are known to fail are right by now. As long as they are not, nothing else would be
- * found, so the random ones have one interface a sandbox and mappings of all addresses.
- */
-const isRepaired = (process.env['PORTMAP_TEST_REPAIRED'] ?? '') !== '';
-
 const networks = ['web', 'db'];
 const containers = ['k1', 'k2', 'k3'];
 const interfaces = ['eth0', 'eth1'];
@@ -72,7 +66,7 @@ type Step =
 const anyOf = {
   network: fc.constantFrom(...networks),
   container: fc.constantFrom(...containers),
-  ifname: fc.constantFrom(...(isRepaired ? interfaces : ['eth0'])),
+  ifname: fc.constantFrom(...interfaces),
 };
 // One sandbox more than the others, so that it often has two interfaces.
 const place = fc.oneof(
@@ -92,7 +86,7 @@ const mappingList = fc.uniqueArray(
     {
       hostPort: fc.constantFrom(8080, 8081, 8082),
       protocol: fc.constantFrom('tcp' as const, 'udp' as const),
-      ...(isRepaired ? { hostIP: fc.constantFrom(addresses.node.v4, addresses.node.v6) } : {}),
+      hostIP: fc.constantFrom(addresses.node.v4, addresses.node.v6),
     },
     { requiredKeys: ['hostPort', 'protocol'], noNullPrototype: true },
   ),
@@ -159,8 +153,8 @@ const port = (hostPort: number, hostIP?: string): Mapping => ({
   ...(hostIP === undefined ? {} : { hostIP }),
 });
 
-/** Short sequences that are worth being followed in every run; the first three are known to fail. */
-const wrong: Record<string, readonly Step[]> = {
+/** Short sequences that are worth being followed in every run. */
+const sequences: Record<string, readonly Step[]> = {
   'a sandbox that loses one of two interfaces stays behind a newer one': [
     { do: 'ADD', at: at('k1', 'eth0'), mappings: [port(8080)] },
     { do: 'ADD', at: at('k1', 'eth1'), mappings: [port(8081)] },
@@ -183,8 +177,6 @@ const wrong: Record<string, readonly Step[]> = {
     },
     { do: 'DEL', at: at('k1'), isBare: true },
   ],
-};
-const right: Record<string, readonly Step[]> = {
   'a DEL whose caller was killed is finished by the next call': [
     { do: 'ADD', at: at('k1'), mappings: [port(8080)] },
     { do: 'DEL', at: at('k1'), isBare: true, kill: { family: 'v6', when: 'before' } },
@@ -204,9 +196,7 @@ const right: Record<string, readonly Step[]> = {
 };
 
 describeVariants({}, ({ node }) => {
-  for (const [name, steps] of Object.entries(wrong))
-    (isRepaired ? test : test.fails)(name, () => follow(node, steps));
-  for (const [name, steps] of Object.entries(right)) test(name, () => follow(node, steps));
+  for (const [name, steps] of Object.entries(sequences)) test(name, () => follow(node, steps));
 
   test(
     'the kernel holds exactly what a small model says, after every step of any sequence',

@@ -116,6 +116,7 @@ describe('DEL', () => {
     expect(wantedOf(known(targetOf(del('eth0'), 'missing')), table)).toEqual({
       chain: `CNI-DN-${hash}`,
       rules: undefined,
+      keepsPlace: true,
       retired: `CNI-SN-${hash}`,
     });
   });
