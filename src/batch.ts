@@ -6,7 +6,7 @@ import type { BatchContext, Plan, PlannedTable } from './plan.ts';
 import { graceBudget } from './program.ts';
 import { removeRecord, writeRecord } from './record.ts';
 import { decisiveChains, invertTransaction, isApplied, renderTransaction, type Ruleset } from './restore.ts';
-import { type Table, tableKey, tablesOf, type Target } from './target.ts';
+import { onlyLoses, type Table, tableKey, tablesOf, type Target } from './target.ts';
 
 // The call may be over its time, or told to end at once, when it has to look what it has done and put a family back.
 const lookMs = 800;
@@ -84,12 +84,7 @@ function textOf(ruleset: Ruleset, chain: string): string | undefined {
 
 // Says whether the record of a sandbox changes once more when its commit is done.
 function isUnsettled(target: Target): boolean {
-  return target.after !== undefined && (isShrinking(target) || olderTables(target).length > 0);
-}
-
-// A sandbox that only loses an attachment, and so keeps the record of both until that is gone.
-function isShrinking({ request, before, after }: Target): boolean {
-  return request?.change.verb === 'DEL' && after?.order === before?.order;
+  return target.after !== undefined && (onlyLoses(target) || olderTables(target).length > 0);
 }
 
 // Tables that hold rules of before, and none after the commit: whoever is killed in between must find them.
@@ -109,7 +104,8 @@ function saveRecords(
   if (state === undefined) return [];
   return targets.flatMap((target) => {
     const { hash, before, after } = target;
-    if (after === undefined || (which === 'pending' && isShrinking(target))) return [];
+    // One that only loses an attachment keeps the record of all until that is gone.
+    if (after === undefined || (which === 'pending' && onlyLoses(target))) return [];
     const older = olderTables(target);
     const record =
       which === 'before' ? before : which === 'pending' && older.length > 0 ? { ...after, older } : after;

@@ -74,6 +74,11 @@ export function targetOfRecord(record: SandboxRecord, keep: boolean, variant: Va
   return { hash, before: record, after, old: tablesOf(record), possible: [], request: undefined };
 }
 
+/** Says whether a target gets nothing new: not from its own request, nor from an earlier one of the same batch. */
+export function onlyLoses({ request, before, after }: Target): boolean {
+  return request?.change.verb === 'DEL' && after?.order === before?.order;
+}
+
 /** The tables a target needs to have read and written. */
 export function tablesOfTarget(target: Target): Table[] {
   const all = [...tablesOf(target.after), ...target.old, ...target.possible];
@@ -82,7 +87,7 @@ export function tablesOfTarget(target: Target): Table[] {
 
 /** What a target wants of one table. */
 export function wantedOf(target: Target, table: Table): Wanted {
-  const { after, before, hash, request } = target;
+  const { after, hash } = target;
   const rules =
     after?.variant === table.variant
       ? sandboxRules(
@@ -95,8 +100,7 @@ export function wantedOf(target: Target, table: Table): Wanted {
   return {
     chain: `${sandboxPrefix}${hash}`,
     rules,
-    // What an earlier request of the same batch wants has a place of its own.
-    keepsPlace: request?.change.verb === 'DEL' && after?.order === before?.order,
+    keepsPlace: onlyLoses(target),
     retired: rules === undefined ? `${retiredPrefix}${hash}` : undefined,
   };
 }

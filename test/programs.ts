@@ -1,26 +1,17 @@
 // Runs programs that behave in all the ways a program can, with the runtime this file is run by, and prints what the
 // plugin came to know of each: the same in both runtimes, which test/kernel/runtime.test.ts asks for.
 import { runtime } from '#runtime';
-import { type Budget, type Outcome, processId, runProgram } from '../src/program.ts';
+import { graceBudget, type Outcome, processId, runProgram } from '../src/program.ts';
 
 type Options = { input?: string; isRead?: boolean; milliseconds?: number; onStart?: (pid: number) => void };
 type Seen = { exitCode?: number | undefined; failure?: string | undefined; stderr: string; lines: string[] };
-
-function budgetOf(milliseconds: number): Budget {
-  const end = performance.now() + milliseconds;
-  return {
-    signal: AbortSignal.timeout(milliseconds),
-    remaining: () => Math.max(0, end - performance.now()),
-    isTold: () => false,
-  };
-}
 
 async function see(argv: readonly string[], options: Options = {}): Promise<Seen> {
   const { input, isRead = true, milliseconds = 10_000 } = options;
   const lines: string[] = [];
   const [program = '', ...rest] = argv;
   const outcome: Outcome = await runProgram(program, rest, {
-    budget: budgetOf(milliseconds),
+    budget: graceBudget(milliseconds),
     ...(input === undefined ? {} : { input }),
     ...(options.onStart === undefined ? {} : { onStart: options.onStart }),
     ...(isRead ? { onLine: (line: string) => lines.push(line) } : {}),

@@ -4,14 +4,13 @@
 //
 // What is printed is a transaction that makes the table anew. It is also given to iptables in another, empty network
 // namespace, where it must make the same table.
-import { execFileSync } from 'node:child_process';
 import { readFile, writeFile } from 'node:fs/promises';
 import { dirname } from 'node:path';
-import { fileURLToPath } from 'node:url';
 import * as fc from 'fast-check';
 import { afterEach, describe, expect, test } from 'vitest';
 import { renderListing, renderTransaction, type Ruleset, rulesetReader } from '../../src/restore.ts';
-import { families, type Family, type Machine, newestUpstreamBin, openMachine, variants } from '../lab.ts';
+import { families, type Family, type Machine, newestUpstreamBin, openMachine } from '../lab.ts';
+import { cells, folderOf } from '../versions.ts';
 import {
   bareRule,
   dockerTable,
@@ -22,16 +21,6 @@ import {
   oddTable,
 } from '../shapes.ts';
 
-const project = (path: string): string => fileURLToPath(new URL(`../../${path}`, import.meta.url));
-
-// Prints `bookworm: iptables v1.8.9 (nf_tables)`, a line each suite and variant; fetches what is not there yet.
-const unpacked = execFileSync(project('scripts/iptables-versions.sh'), {
-  encoding: 'utf8',
-  timeout: 240_000,
-});
-const versions = [...new Set([...unpacked.matchAll(/ v([0-9.]+) /g)].map(([, version = '']) => version))];
-const cells = versions.flatMap((version) => variants.map((variant) => ({ version, variant })));
-
 describe.each(cells)('iptables $version, $variant', ({ version, variant }) => {
   let machine: Machine | undefined;
   afterEach(async () => {
@@ -39,7 +28,7 @@ describe.each(cells)('iptables $version, $variant', ({ version, variant }) => {
     machine = undefined;
   });
   const open = async (): Promise<Machine> => {
-    machine = await openMachine({ variant, tools: project(`.cache/iptables/${version}/bin`) });
+    machine = await openMachine({ variant, tools: `${folderOf(version)}/bin` });
     await machine.sh(`ip netns add copy; ${makeOddSets}`);
     await machine.sh(makeOddSets, { netns: 'copy' });
     return machine;

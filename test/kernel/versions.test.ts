@@ -1,8 +1,6 @@
 // The same from every iptables: the releases that scripts/iptables-versions.sh puts side by side, each in both
 // variants, one line of the test output a cell. They differ in what they print, how they fail and when they wait;
 // what the plugin does must not.
-import { execFileSync } from 'node:child_process';
-import { fileURLToPath } from 'node:url';
 import { afterEach, describe, expect, test } from 'vitest';
 import { errorOf, holdXtablesLock, sandboxChain } from '../footprint.ts';
 import {
@@ -17,19 +15,9 @@ import {
   openNode,
   type PortMapping,
   type Variant,
-  variants,
 } from '../lab.ts';
+import { cells, folderOf } from '../versions.ts';
 import type { Transport } from '../station.ts';
-
-const project = (path: string): string => fileURLToPath(new URL(`../../${path}`, import.meta.url));
-
-// Prints `bookworm: iptables v1.8.9 (nf_tables)`, a line each suite and variant; fetches what is not there yet.
-const unpacked = execFileSync(project('scripts/iptables-versions.sh'), {
-  encoding: 'utf8',
-  timeout: 240_000,
-});
-const versions = [...new Set([...unpacked.matchAll(/ v([0-9.]+) /g)].map(([, version = '']) => version))];
-const cells = versions.flatMap((version) => variants.map((variant) => ({ version, variant })));
 
 /** As much of the tools' own language as a network's name and a container's ID may hold. */
 const hostileNetwork = '0--comment.COMMIT_-j.CNI-HOSTPORT-DNAT--dport.1';
@@ -106,7 +94,7 @@ const foreignTables: readonly { readonly where: string; readonly chains: (protoc
 ];
 
 describe.each(cells)('iptables $version, $variant', ({ version, variant }) => {
-  const folder = project(`.cache/iptables/${version}`);
+  const folder = folderOf(version);
   let node: LabNode | undefined;
   afterEach(async () => {
     await node?.close();
