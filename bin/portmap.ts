@@ -5,7 +5,7 @@ import { PortmapError, toPortmapError } from '../src/errors.ts';
 import { defaultTimeoutSeconds } from '../src/network.ts';
 import { once } from '../src/once.ts';
 import { answer, renderError } from '../src/plugin.ts';
-import type { Budget } from '../src/program.ts';
+import type { Budget } from '../src/budget.ts';
 import { aboutText } from '../src/version.ts';
 
 const maxInputBytes = 64 * 1024 * 1024;

@@ -3,7 +3,7 @@
 import { PortmapError, toPortmapError } from './errors.ts';
 import { commit, isLineRefused, observe } from './iptables.ts';
 import type { BatchContext, Plan, PlannedTable } from './plan.ts';
-import { graceBudget } from './program.ts';
+import { graceBudget } from './budget.ts';
 import { removeRecord, writeRecord } from './record.ts';
 import { decisiveChains, invertTransaction, isApplied, renderTransaction, type Ruleset } from './restore.ts';
 import { onlyLoses, type Table, tableKey, tablesOf, type Target } from './target.ts';

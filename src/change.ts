@@ -2,7 +2,7 @@
 import { submit } from './commit.ts';
 import { PortmapError, systemCode } from './errors.ts';
 import { withLock } from './lock.ts';
-import type { Budget } from './program.ts';
+import type { Budget } from './budget.ts';
 import { drop, hashOf, newRequest, type Request } from './queue.ts';
 import { openState, sandboxFiles, type StateFolder } from './state.ts';
 

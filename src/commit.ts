@@ -3,14 +3,18 @@
 // idempotent, so a process killed half-way costs nothing: the next one does it again.
 import { join } from 'node:path';
 import { commitPlan } from './batch.ts';
+import { blame } from './blame.ts';
 import { isLineRefused } from './iptables.ts';
 import { PortmapError, toPortmapError } from './errors.ts';
 import { type HeldLock, lockBusy, tryLock, watchLock, withLockIfPossible } from './lock.ts';
 import { type BatchContext, planBatch } from './plan.ts';
-import { type Budget, graceBudget, notStarted, openAlarm, sleep, wake } from './program.ts';
+import { type Budget, graceBudget, openAlarm, sleep } from './budget.ts';
+import { wake } from './process.ts';
+import { notStarted } from './program.ts';
 import {
   type Answer,
   claim,
+  discard,
   enqueue,
   finish,
   giveBack,
@@ -87,6 +91,7 @@ export async function submit(
       undoLater(state, request);
     await tendOrphans(state, budget);
     if (answer !== undefined) return settle(answer);
+    await sleep(wait, budget);
   }
 }
 
@@ -112,6 +117,15 @@ export async function commitTogether(
   if (state === undefined) return work(undefined);
   const onProblem = (problem: string) => call.warn(`state folder: ${problem}; working without a lock`);
   return withLockIfPossible(commitLock(state), budget, onProblem, work);
+}
+
+// A call that was stopped for long finds its locks broken and its request replaced.
+function overtaken({ containerId }: Request): PortmapError {
+  return new PortmapError(
+    'BUSY',
+    `container ${containerId}: a later call for it has taken the place of this one`,
+    'this call was stopped for a time, or its lock was removed; what the later one wants holds',
+  );
 }
 
 // Says whether an ADD that failed has left its record: then nobody knows what became of its rules.
@@ -180,9 +194,9 @@ async function lead(
     const told = requests.filter((one) => one !== own && report(state, one, answers.get(one.token)));
     for (const one of [own, ...told]) unfinished.delete(one);
     wake(told.flatMap(({ owner }) => owner ?? []));
-    finish(state, own, { warnings: [] });
+    discard(state, own);
     await commitOrphans(state, held, budget);
-    return answers.get(own.token) ?? { warnings: [], error: failure };
+    return answers.get(own.token) ?? { warnings: [], error: failure ?? overtaken(own) };
   } finally {
     giveBack(state, [...unfinished]);
   }
@@ -276,7 +290,7 @@ async function commitRequests(
     }
     const [only, ...others] = wanted;
     if (only !== undefined && others.length === 0) {
-      answers.set(only.token, { warnings: [], error: blame(only, error) });
+      answers.set(only.token, { warnings: [], error: await blame(only, error, context.budget) });
       return;
     }
     const middle = Math.ceil(wanted.length / 2);
@@ -324,23 +338,4 @@ function outOfTime(budget: Budget, last: PortmapError): PortmapError {
   return new PortmapError(reason.code, `${reason.message}: ${last.message}`, last.details || reason.details, {
     cause: last,
   });
-}
-
-// What one ADD alone can't get in, planned anew each time, is refused for good: a condition that the kernel does not take
-// shows in the legacy variant only as a line that failed. Where the netconf has words of its own in the rules, these
-// are to blame.
-function blame(request: Request, error: PortmapError): PortmapError {
-  const isRefused = error.code === 'REJECTED' || isLineRefused(error);
-  if (!isRefused || request.change.verb !== 'ADD') return error;
-  const { conditions } = request.change.attachment.config;
-  const family = error.message.startsWith('ip6tables') ? 'ipv6' : 'ipv4';
-  if (conditions[family].length === 0)
-    return new PortmapError('REJECTED', error.message, error.details, { cause: error });
-  const field = family === 'ipv4' ? 'conditionsV4' : 'conditionsV6';
-  return new PortmapError(
-    'CONFIG',
-    `${field}: ${JSON.stringify(conditions[family])}: ${error.message}`,
-    error.details,
-    { cause: error },
-  );
 }

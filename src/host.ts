@@ -4,7 +4,8 @@ import { readFileSync, writeFileSync } from 'node:fs';
 import { type Address, families, isInNetwork, readAddress } from './address.ts';
 import { boundAddress, mappingsOf } from './chain.ts';
 import type { AttachmentConfig, PortMapping } from './netconf.ts';
-import { type Budget, findProgram, graceBudget, runProgram, searchFolders } from './program.ts';
+import { type Budget, partOf } from './budget.ts';
+import { findProgram, runProgram, searchFolders } from './program.ts';
 
 /**
  * Lets 127.0.0.1 of the node reach the container: sets `route_localnet` on the interface that leads there. Only
@@ -97,7 +98,7 @@ export async function dropStaleFlows(
       'conntrack: not found: clients that keep sending from one port may go on reaching the former target; install the conntrack package',
     ];
   // Flows are worth a moment, not the whole budget: the mapping itself stands.
-  const budget = graceBudget(Math.min(conntrackMs, call.remaining()));
+  const budget = partOf(call, conntrackMs);
   const warnings = await Promise.all(
     jobs.map(async ({ family, protocol, address, mappings }) => {
       const base = ['-p', protocol, '-f', family];

@@ -4,9 +4,10 @@ import { readFileSync } from 'node:fs';
 import { basename, dirname, join } from 'node:path';
 import type { Family } from './address.ts';
 import { PortmapError } from './errors.ts';
-import { type Budget, findProgram, type Outcome, realProgram, runProgram, searchFolders } from './program.ts';
+import type { Budget } from './budget.ts';
+import { findProgram, type Outcome, realProgram, runProgram, searchFolders } from './program.ts';
 import { dispatchJump, isMasqueradeChain, masqueradeJump } from './chain.ts';
-import { renderListing, type Ruleset, rulesetReader } from './restore.ts';
+import { renderListing, type Ruleset, rulesetReader, targetOf } from './restore.ts';
 
 /** iptables has two rule stores in the kernel that know nothing of each other. */
 export type Variant = 'nft' | 'legacy';
@@ -105,6 +106,25 @@ export async function commit(
   const argv = ['--noflush', ...lockWait(tools, budget)];
   const outcome = await runProgram(tools.restore, argv, { budget, input: text, onStart });
   if (outcome.exitCode !== 0) throw failure(tools.restore, outcome, tools, text);
+}
+
+/**
+ * The rules of other chains than `except` that lead to this chain, as iptables prints them: while there are any, the
+ * kernel lets nobody remove it. For what has failed already: the whole table is read, and what can't be read has none.
+ */
+export async function rulesLeadingTo(
+  tools: Tools,
+  chain: string,
+  except: string,
+  budget: Budget,
+): Promise<string[]> {
+  const found: string[] = [];
+  const onLine = (line: string) => {
+    if (line.includes(chain) && targetOf(line) === chain && !line.startsWith(`-A ${except} `))
+      found.push(line);
+  };
+  await runProgram(tools.save, ['-t', 'nat'], { budget, onLine });
+  return found;
 }
 
 /** Says whether a transaction was refused, whole, for one of its lines. */
@@ -312,7 +332,7 @@ function failure(program: string, outcome: Outcome, tools: Tools | undefined, in
       evidence,
     );
   // The nft variant's kernel refuses a rule for what it says; for a chain that is gone it gives another reason.
-  if (/RULE_\w+ failed \((?:Invalid argument|Operation not supported)\)/.test(said))
+  if (/RULE_\w+ failed \((?:Invalid argument|Operation not supported|Too many (?:links|levels))/.test(said))
     return new PortmapError('REJECTED', `${called}: the kernel refuses a rule: ${firstLine(said)}`, evidence);
   if (outcome.exitCode === 2)
     return new PortmapError('REJECTED', `${called}: refused the rules: ${firstLine(said)}`, evidence);

@@ -3,6 +3,7 @@
 //
 //   FILE.lock/    made by the holder; proper-lockfile keeps its time fresh while the holder lives
 //   FILE.holder   the holder's process, and the child that may go on with its work when the holder is killed
+//   FILE.seen     since when a lock was seen just as it is, of which nobody can tell whether its holder lives
 //
 // A lock is given up by its holder, or taken over once its holder and that child are provably dead. A lock without a
 // name is taken over after `namelessMs`; one whose holder can't be seen (another pid namespace) after `staleMs`.
@@ -10,8 +11,9 @@ import { linkSync, lstatSync, mkdirSync, renameSync, rmdirSync, statSync, utimes
 import * as z from 'zod/mini';
 import { PortmapError, systemCode } from './errors.ts';
 import { once } from './once.ts';
-import { type Budget, isRunning, isSeenRunning, type ProcessId, processId, sleep } from './program.ts';
-import { isPresent, readState, removeState, writeState } from './state.ts';
+import { type Budget, sleep } from './budget.ts';
+import { isRunning, isSeenRunning, ownName, type ProcessId, processId, uptimeMs } from './process.ts';
+import { isPresent, readState, removeOdd, removeState, writeState } from './state.ts';
 
 /**
  * The bound after which any lock of a dead process is free, in milliseconds. It is longer than a child can outlive a
@@ -24,12 +26,17 @@ const namelessMs = 4000;
 const refreshMs = 2000;
 const neverMs = 365 * 24 * 3_600_000;
 const lookMs = 500;
+// Soon enough for the shortest of calls.
+const secondLookMs = 40;
 // What proper-lockfile needs of one. Five calls that take microseconds are not worth a pool of threads.
 const lockFileSystem = { mkdirSync, statSync, utimesSync, rmdirSync };
 
 /** A lock that is held. */
 export interface HeldLock {
-  /** Names a child whose work the lock covers even if this process dies; the lock is not broken while it runs. */
+  /**
+   * Names a child, the leader of its process group, whose work the lock covers even if this process dies: the lock is
+   * not broken while anything of the group runs.
+   */
   readonly cover: (pid: number) => void;
   readonly release: () => void;
 }
@@ -38,7 +45,7 @@ export interface HeldLock {
 export interface LockWatch {
   readonly file: string;
   nextLookMs: number;
-  /** The lock as it was last seen, and since when it is just so. */
+  /** The lock as it was last seen, and since when, after the start of the machine, it is just so. */
   seen: { readonly identity: string; readonly sinceMs: number } | undefined;
 }
 
@@ -72,7 +79,7 @@ export async function tryLock(watch: LockWatch): Promise<HeldLock | undefined> {
         onCompromised: () => undefined,
       });
       try {
-        return heldLock(paths.holder, release);
+        return heldLock(paths, release);
       } catch (error) {
         release();
         throw error;
@@ -144,28 +151,38 @@ export function lockBusy(file: string): PortmapError {
   const pid = readHolder(readState(holder))[0]?.pid;
   return new PortmapError(
     'BUSY',
-    `${lock}: held by ${pid === undefined ? 'another call' : `process ${pid}`} for the whole time this call has`,
+    `${lock}: held by ${pid === undefined ? 'an unknown process' : `process ${pid}`} for the whole time this call has`,
     'the holder works for the same sandbox or commits for all; once it and its iptables have ended, the next call takes its lock over',
   );
 }
 
-function lockPaths(file: string): { lock: string; holder: string } {
-  const base = file.replace(/\.[a-z]+$/, '');
-  return { lock: `${base}.lock`, holder: `${base}.holder` };
+interface LockPaths {
+  readonly lock: string;
+  readonly holder: string;
+  readonly seen: string;
 }
 
-function heldLock(holder: string, release: () => void): HeldLock {
-  const processes = [processId('self')];
-  const note = () => writeState(holder, JSON.stringify(processes.filter((process) => process !== undefined)));
-  note();
+function lockPaths(file: string): LockPaths {
+  const base = file.replace(/\.[a-z]+$/, '');
+  return { lock: `${base}.lock`, holder: `${base}.holder`, seen: `${base}.seen` };
+}
+
+function heldLock({ holder, seen }: LockPaths, release: () => void): HeldLock {
+  const processes: ProcessId[] = [];
+  const note = (process: ProcessId | undefined) => {
+    if (process !== undefined) processes.push(process);
+    writeState(holder, JSON.stringify(processes));
+  };
+  note(processId('self'));
   return {
     cover: (pid) => {
-      processes.push(processId(pid));
-      note();
+      const child = processId(pid);
+      note(child && { ...child, isGroup: true });
     },
     release: () => {
       // The name goes first: a name without a lock is nothing, a lock with a dead name would be broken.
       removeState(holder);
+      removeState(seen);
       try {
         release();
       } catch {
@@ -177,18 +194,18 @@ function heldLock(holder: string, release: () => void): HeldLock {
 
 // Removes a lock whose holder is dead; says whether it did. Renaming the holder's file is what only one can do; that it
 // is still the dead holder's is looked at after, for the lock may have been given up and taken since it was read.
-function breakDeadLock(paths: { lock: string; holder: string }): boolean {
+function breakDeadLock(paths: LockPaths): boolean {
   const text = readState(paths.holder);
   const processes = readHolder(text);
   if (processes.length === 0 || processes.some(isRunning)) return false;
-  const claimed = `${paths.holder}.${process.pid}`;
+  const claimed = `${paths.holder}.${ownName()}`;
   try {
     renameSync(paths.holder, claimed);
     const isSame = readState(claimed) === text;
     // The name of a live holder goes back, unless it has written it anew.
     if (!isSame && !isPresent(paths.holder)) linkSync(claimed, paths.holder);
     removeState(claimed);
-    if (isSame) rmdirSync(paths.lock);
+    if (isSame) removeOdd(paths.lock);
     return isSame;
   } catch {
     return false;
@@ -197,23 +214,34 @@ function breakDeadLock(paths: { lock: string; holder: string }): boolean {
 
 // Removes a lock that nobody keeps fresh; says whether it did. Without a holder's name, its holder was killed before it
 // had written its name, or after it had withdrawn it, and no child was at work then. A holder of another pid namespace
-// can't be seen. The time is this process's own: that of the folder means nothing once somebody has set the clock.
-function breakSilentLock(watch: LockWatch, paths: { lock: string; holder: string }): boolean {
+// can't be seen. The time of the folder means nothing once somebody has set the clock.
+function breakSilentLock(watch: LockWatch, paths: LockPaths): boolean {
   const identity = identityOf(paths.lock);
   const holder = readHolder(readState(paths.holder));
   if (identity === undefined || holder.some(isSeenRunning)) return false;
-  if (identity !== watch.seen?.identity) {
-    watch.seen = { identity, sinceMs: performance.now() };
+  if (uptimeMs() - seenSince(identity, watch, paths) < (holder.length === 0 ? namelessMs : staleMs))
     return false;
-  }
-  if (performance.now() - watch.seen.sinceMs < (holder.length === 0 ? namelessMs : staleMs)) return false;
-  try {
-    removeState(paths.holder);
-    rmdirSync(paths.lock);
-    return true;
-  } catch {
-    return false;
-  }
+  removeState(paths.holder);
+  removeState(paths.seen);
+  return removeOdd(paths.lock);
+}
+
+// Since when a lock is just as it is. Calls may be shorter than it takes to tell that a holder is gone, so one that sees
+// the lock unchanged leaves a note to the next.
+function seenSince(identity: string, watch: LockWatch, paths: LockPaths): number {
+  const now = uptimeMs();
+  const [noted, since] = readState(paths.seen)?.split('\n') ?? [];
+  if (noted === identity && Number(since) <= now) return Number(since);
+  if (watch.seen?.identity !== identity) {
+    watch.seen = { identity, sinceMs: now };
+    watch.nextLookMs = performance.now() + secondLookMs;
+  } else
+    try {
+      writeState(paths.seen, `${identity}\n${watch.seen.sinceMs}`);
+    } catch {
+      // Then the next call begins anew.
+    }
+  return watch.seen.sinceMs;
 }
 
 function identityOf(path: string): string | undefined {
@@ -235,5 +263,10 @@ function readHolder(text: string | undefined): ProcessId[] {
 
 /** A process as it stands in files. */
 export const processSchema = once(() =>
-  z.object({ pid: z.number(), started: z.string(), namespace: z.string() }),
+  z.object({
+    pid: z.number(),
+    started: z.string(),
+    namespace: z.string(),
+    isGroup: z.optional(z.boolean()),
+  }),
 );

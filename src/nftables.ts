@@ -1,6 +1,7 @@
 // What upstream's nftables backend leaves on a node that has changed to this plugin: rules in a table of their own,
 // marked with nothing but the container ID. They are removed where they are found, and never made.
-import { type Budget, findProgram, graceBudget, runProgram, searchFolders } from './program.ts';
+import { type Budget, partOf } from './budget.ts';
+import { findProgram, runProgram, searchFolders } from './program.ts';
 
 const table = 'cni_hostport';
 const chains = ['hostports', 'hostip_hostports', 'masquerading'];
@@ -13,7 +14,7 @@ const longestMs = 3000;
 export async function removeUpstreamRules(containerId: string, call: Budget): Promise<void> {
   const program = findProgram('nft', searchFolders(process.env['PATH']));
   if (program === undefined) return;
-  const budget = graceBudget(Math.min(longestMs, call.remaining()));
+  const budget = partOf(call, longestMs);
   const found = await Promise.all(
     ['ip', 'ip6'].map(async (family) => {
       const lines: string[] = [];

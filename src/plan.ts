@@ -4,7 +4,7 @@ import { PortmapError, toPortmapError } from './errors.ts';
 import { findTools, type Tools, type Variant } from './iptables.ts';
 import { mappingsOf, overlaps, sandboxPrefix } from './chain.ts';
 import { describeMapping } from './netconf.ts';
-import type { Budget } from './program.ts';
+import type { Budget } from './budget.ts';
 import { hashOf, type Request } from './queue.ts';
 import { readRecord, type SandboxRecord } from './record.ts';
 import { type Naming, planTransaction, type Ruleset, type Transaction } from './restore.ts';

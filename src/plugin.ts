@@ -12,7 +12,7 @@ import {
   readTimeoutSeconds,
   readVersion,
 } from './network.ts';
-import type { Budget } from './program.ts';
+import type { Budget } from './budget.ts';
 
 /** What a call gets from the world. */
 export interface Call {

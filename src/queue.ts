@@ -1,19 +1,35 @@
 // The queue folder: requests that wait for their commit, one a sandbox, and what their owners must be told. Every
 // step is one rename or unlink, so a process killed anywhere leaves a state that the next one understands.
 //
-//   request ──claim──▶ taken ──finish──▶ gone (and a result, if there is something to tell)
+//   request ──claim──▶ taken ──finish──▶ result
 //      ▲                 │
 //      └────give back────┘
-import { linkSync, readdirSync, readFileSync, renameSync } from 'node:fs';
+import { linkSync, readdirSync, renameSync } from 'node:fs';
 import { join } from 'node:path';
 import * as z from 'zod/mini';
 import { sandboxHash } from './chain.ts';
-import { errorCodes, PortmapError, toPortmapError } from './errors.ts';
-import { isRunning, isSeenRunning, type ProcessId, processId } from './program.ts';
+import { errorCodes, PortmapError, systemCode, toPortmapError } from './errors.ts';
+import {
+  isRunning,
+  isSeenRunning,
+  ownName,
+  type ProcessId,
+  processId,
+  readProcessName,
+  uptimeMs,
+} from './process.ts';
 import { processSchema } from './lock.ts';
 import { once } from './once.ts';
 import { type Attachment, attachmentSchema } from './record.ts';
-import { isPresent, readState, removeState, sandboxFiles, type StateFolder, writeState } from './state.ts';
+import {
+  isPresent,
+  readState,
+  removeState,
+  type SandboxFiles,
+  sandboxFiles,
+  type StateFolder,
+  writeState,
+} from './state.ts';
 
 /** A change to one sandbox that a call wants. */
 export interface Request {
@@ -22,7 +38,7 @@ export interface Request {
   /** Tells this request from any other for the same sandbox. */
   readonly token: string;
   readonly owner?: ProcessId | undefined;
-  /** Its place among all: who wanted something later has a greater number. */
+  /** Its place among all, in microseconds since the machine was started: who wanted something later has a greater one. */
   readonly order: number;
   readonly change:
     | { readonly verb: 'ADD'; readonly attachment: Attachment; readonly onConflict: 'warn' | 'fail' }
@@ -42,13 +58,12 @@ export function hashOf(request: Pick<Request, 'network' | 'containerId'>): strin
 
 /** A request of this process. */
 export function newRequest(network: string, containerId: string, change: Request['change']): Request {
-  const owner = processId('self');
   return {
     network,
     containerId,
-    token: `${process.pid}-${owner?.started ?? 0}`,
-    owner,
-    order: uptime(),
+    token: ownName(),
+    owner: processId('self'),
+    order: uptimeMs() * 1000,
     change,
   };
 }
@@ -71,12 +86,8 @@ export function claim(state: StateFolder, own?: Request): Request[] {
     names.flatMap((name) => /^([0-9a-f]{21})\.(?:request|taken)$/.exec(name)?.[1] ?? []),
   );
   const requests = [...hashes].flatMap((hash) => {
-    const taken = sandboxFiles(state, hash).taken;
-    try {
-      renameSync(sandboxFiles(state, hash).request, taken);
-    } catch {
-      // None is waiting: what is taken was left by a killed process.
-    }
+    const { taken } = sandboxFiles(state, hash);
+    take(sandboxFiles(state, hash));
     const text = readState(taken);
     const request = own !== undefined && isTextOf(text, own) ? own : readRequest(text);
     if (request !== undefined && hashOf(request) === hash && !isAbandoned(request)) return [request];
@@ -86,17 +97,22 @@ export function claim(state: StateFolder, own?: Request): Request[] {
   return inOrder(requests);
 }
 
+// When none is waiting, what is taken was left by a killed process.
+function take({ request, taken }: SandboxFiles): void {
+  try {
+    renameSync(request, taken);
+  } catch (error) {
+    // No process has made what is in the way.
+    if (systemCode(error) !== 'ENOENT' && removeState(taken)) renameSync(request, taken);
+  }
+}
+
 /** Requests by their place, those that share one told apart. */
 export function inOrder(requests: readonly Request[]): Request[] {
   let last = 0;
   return requests
     .toSorted((one, other) => one.order - other.order)
     .map((request) => ({ ...request, order: (last = Math.max(request.order, last + 1)) }));
-}
-
-// Microseconds since the machine was started, in steps of 10,000: the one clock that all processes share and nobody sets.
-function uptime(): number {
-  return Math.round(Number.parseFloat(readFileSync('/proc/uptime', 'utf8')) * 1_000_000);
 }
 
 /** Says whether a request in this process's hands is still the one its owner wants: none came after it. */
@@ -109,11 +125,12 @@ export function isWanted(state: StateFolder, request: Request): boolean {
  * process that commits sees to it before it gives up the commit lock.
  */
 export function hasOrphans(state: StateFolder): boolean {
+  const here = JSON.stringify(processId('self')?.namespace ?? '');
   return readdirSync(state.queue).some((name) => {
     const text = name.endsWith('.request') ? readState(join(state.queue, name)) : undefined;
     if (text === undefined) return false;
     // Looked at as text: while a storm lasts, many wait whose turn will come.
-    const pid = /"pid":(\d+)/.exec(text)?.[1];
+    const pid = text.includes(`"namespace":${here}`) ? /"pid":(\d+)/.exec(text)?.[1] : undefined;
     return text.includes(`${undoMark}"`) || (pid !== undefined && !isPresent(`/proc/${pid}`));
   });
 }
@@ -130,7 +147,11 @@ export function nextOwner(state: StateFolder): ProcessId | undefined {
 
 /** Says whether nobody will come for a request. */
 export function isOrphan(request: Request): boolean {
-  return request.token.endsWith(undoMark) || isOwnerDead(request);
+  return isUndo(request) || isOwnerDead(request);
+}
+
+function isUndo(request: Request): boolean {
+  return request.token.endsWith(undoMark);
 }
 
 function isTaken(state: StateFolder, request: Request): boolean {
@@ -157,15 +178,23 @@ export function giveBack(state: StateFolder, requests: readonly Request[]): void
   }
 }
 
-/** Ends a request: its owner sees it gone, and finds the answer if there is more to say than "done". */
+/** Ends a request, for an owner that waits for its answer: it finds that no later than it sees the request gone. */
 export function finish(state: StateFolder, request: Request, answer: Answer): void {
-  // Nobody asks what became of an undo.
-  const isAsked = !request.token.endsWith(undoMark);
-  if (isAsked && (answer.error !== undefined || answer.warnings.length > 0)) {
+  const result = resultFile(state, request);
+  if (isOrphan(request)) discard(state, request);
+  else if (answer.error === undefined && answer.warnings.length === 0 && isTaken(state, request))
+    // The request itself, under this name, says that it was done.
+    renameSync(sandboxFiles(state, hashOf(request)).taken, result);
+  else {
     const { code, message, details } = answer.error ?? {};
     const error = code === undefined ? undefined : { code, message, details };
-    writeState(resultFile(state, request), JSON.stringify({ warnings: answer.warnings, error }));
+    writeState(result, JSON.stringify({ warnings: answer.warnings, error }));
+    discard(state, request);
   }
+}
+
+/** Ends a request in this process's hands of which nobody asks what became of it. */
+export function discard(state: StateFolder, request: Request): void {
   if (isTaken(state, request)) removeState(sandboxFiles(state, hashOf(request)).taken);
 }
 
@@ -173,8 +202,9 @@ export function finish(state: StateFolder, request: Request, answer: Answer): vo
 export function readAnswer(state: StateFolder, request: Request): Answer {
   const path = resultFile(state, request);
   const text = readState(path);
-  if (text === undefined) return { warnings: [] };
   removeState(path);
+  if (text === undefined) return { warnings: [], error: unanswered(path) };
+  if (isTextOf(text, request)) return { warnings: [] };
   try {
     const { warnings, error } = z.parse(answerSchema(), JSON.parse(text));
     return { warnings, error: error && new PortmapError(error.code, error.message, error.details) };
@@ -218,6 +248,14 @@ function isOwnerDead(request: Request): boolean {
   return request.owner !== undefined && !isRunning(request.owner);
 }
 
+function unanswered(path: string): PortmapError {
+  return new PortmapError(
+    'BUSY',
+    `${path}: the answer to this call is missing: it may have been done or not`,
+    'somebody has removed it, or the call was stopped for very long; it is safe to repeat',
+  );
+}
+
 function readRequest(text: string | undefined): Request | undefined {
   try {
     return text === undefined ? undefined : z.parse(requestSchema(), JSON.parse(text));
@@ -226,13 +264,19 @@ function readRequest(text: string | undefined): Request | undefined {
   }
 }
 
-const leftoverNames = [/\.(\d+)\.new$/, /\.holder\.(\d+)$/, /^[0-9a-f]{21}\.(\d+)-\d+\.result$/];
-
-// Files that only a killed process can have left: temporary ones, names of broken locks, results nobody will read.
+// Files that only a killed process can have left: temporary ones, names of broken locks, results nobody will read; and
+// what was noted of a lock that is gone.
 function removeLeftovers(folder: string, names: readonly string[]): void {
   for (const name of names) {
-    const pid = leftoverNames.map((pattern) => pattern.exec(name)?.[1]).find((found) => found !== undefined);
-    if (pid !== undefined && !isPresent(`/proc/${pid}`)) removeState(join(folder, name));
+    const owner = readProcessName(
+      /\.([\d-]+)\.(?:new|result)$|\.holder\.([\d-]+)$/.exec(name)?.slice(1).join('') ?? '',
+    );
+    const lock = /^(.*)\.seen$/.exec(name)?.[1];
+    if (
+      (owner !== undefined && !isRunning(owner)) ||
+      (lock !== undefined && !isPresent(join(folder, `${lock}.lock`)))
+    )
+      removeState(join(folder, name));
   }
 }
 

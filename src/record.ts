@@ -100,8 +100,8 @@ const recordSchema = once(() =>
     containerId: z.string(),
     order: z.number(),
     variant: z.enum(variants),
-    families: z.array(z.enum(families)),
+    families: z.array(z.enum(families)).check(z.minLength(1)),
     older: z.optional(z.array(z.object({ variant: z.enum(variants), family: z.enum(families) }))),
-    attachments: z.array(attachmentSchema()),
+    attachments: z.array(attachmentSchema()).check(z.minLength(1)),
   }),
 );

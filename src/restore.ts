@@ -170,9 +170,9 @@ export function rulesetReader(asked: ReadonlySet<string>): RulesetReader {
   };
 }
 
-/** The chain a rule jumps to, or the empty string. */
+/** The chain a rule jumps or goes to, or its other target, or the empty string. */
 export function targetOf(rule: string): string {
-  return /(?:^| )-j ([^ ]+)(?: |$)/.exec(unquoted(rule))?.[1] ?? '';
+  return /(?:^| )-[jg] ([^ ]+)(?: |$)/.exec(unquoted(rule))?.[1] ?? '';
 }
 
 const builtins: ReadonlySet<string> = new Set(['PREROUTING', 'INPUT', 'OUTPUT', 'POSTROUTING']);

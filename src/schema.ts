@@ -152,6 +152,10 @@ export const settingSchemas = {
         (name) => !['PREROUTING', 'INPUT', 'FORWARD', 'OUTPUT', 'POSTROUTING'].includes(name),
         message('is a built-in chain, to which no rule can jump'),
       ),
+      z.refine(
+        (name) => !/^CNI-(?:HOSTPORT-DNAT$|DN-)/.test(name),
+        message('is a chain of port mappings, which would lead to itself'),
+      ),
     ),
   conditionsV4: conditions,
   conditionsV6: conditions,

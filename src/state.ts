@@ -7,7 +7,7 @@
 //     commit.lock/ .holder      a process commits for all that wait
 //     queue/<hash>.request      a change that waits for its commit
 //     queue/<hash>.taken        the same, in the hands of the committing process
-//     queue/<hash>.<n>.result   what its owner must be told: an error or warnings
+//     queue/<hash>.<n>.result   what became of it, for its owner
 import {
   closeSync,
   constants,
@@ -16,11 +16,13 @@ import {
   openSync,
   readFileSync,
   renameSync,
+  rmSync,
   unlinkSync,
   writeSync,
 } from 'node:fs';
 import { isAbsolute, join } from 'node:path';
 import { systemCode } from './errors.ts';
+import { ownName } from './process.ts';
 
 /** A state folder that was found to be the caller's own. */
 export interface StateFolder {
@@ -75,6 +77,8 @@ export function openState(create: boolean): StateFolder | NoStateFolder {
   try {
     if (create) makeFolder(queue);
     for (const folder of [path, queue]) {
+      // A queue that somebody has removed says nothing of the records.
+      if (folder === queue && !create && !isPresent(queue)) continue;
       const stat = lstatSync(folder);
       if (!stat.isDirectory()) return { problem: `${folder}: not a folder` };
       if (stat.uid !== process.geteuid?.()) return { problem: `${folder}: belongs to user ${stat.uid}` };
@@ -101,8 +105,9 @@ function makeFolder(path: string): void {
 export function readState(path: string): string | undefined {
   let file: number | undefined;
   try {
-    // No symbolic link is followed: nobody can make a root process read, or trust, a file elsewhere.
-    file = openSync(path, constants.O_RDONLY | constants.O_NOFOLLOW);
+    // No symbolic link is followed: nobody can make a root process read, or trust, a file elsewhere. Nor does it wait
+    // for the other end of a pipe.
+    file = openSync(path, constants.O_RDONLY | constants.O_NOFOLLOW | constants.O_NONBLOCK);
     return readFileSync(file, 'utf8');
   } catch {
     return undefined;
@@ -123,7 +128,7 @@ export function isPresent(path: string): boolean {
 
 /** Writes a file that is seen whole or not at all, readable by its owner alone. Throws what the system says. */
 export function writeState(path: string, text: string): void {
-  const temporary = `${path}.${process.pid}.new`;
+  const temporary = `${path}.${ownName()}.new`;
   try {
     const flags = constants.O_WRONLY | constants.O_CREAT | constants.O_EXCL | constants.O_NOFOLLOW;
     removeState(temporary);
@@ -134,10 +139,20 @@ export function writeState(path: string, text: string): void {
     } finally {
       closeSync(file);
     }
-    renameSync(temporary, path);
+    putInPlace(temporary, path);
   } catch (error) {
     removeState(temporary);
     throw error;
+  }
+}
+
+function putInPlace(temporary: string, path: string): void {
+  try {
+    renameSync(temporary, path);
+  } catch (error) {
+    // No process has made what is in the way.
+    if (systemCode(error) !== 'EISDIR' || !removeOdd(path)) throw error;
+    renameSync(temporary, path);
   }
 }
 
@@ -146,8 +161,19 @@ export function removeState(path: string): boolean {
   try {
     unlinkSync(path);
     return true;
-  } catch {
+  } catch (error) {
     // Already gone, or the folder is read-only: the kernel is the truth, not this file.
+    if (!['EISDIR', 'EPERM'].includes(systemCode(error))) return false;
+    return removeOdd(path);
+  }
+}
+
+/** Removes what should not be in the state folder, whatever it is; says whether it is gone. */
+export function removeOdd(path: string): boolean {
+  try {
+    rmSync(path, { recursive: true, force: true });
+    return true;
+  } catch {
     return false;
   }
 }

@@ -29,7 +29,7 @@ import { readDispatch, rivalLines } from './listing.ts';
 import { withLockIfPossible } from './lock.ts';
 import { describeMapping, type NetConf, readValidAttachments } from './netconf.ts';
 import type { NetworkConf } from './network.ts';
-import type { Budget } from './program.ts';
+import type { Budget } from './budget.ts';
 import { newRequest } from './queue.ts';
 import { type Attachment, readRecord, readRecords } from './record.ts';
 import type { Ruleset } from './restore.ts';

@@ -4,7 +4,7 @@ import { PortmapError, toPortmapError } from './errors.ts';
 import { findTools, hasLegacyTable, observe, observeMore, type Tools } from './iptables.ts';
 import { type DispatchLine, readDispatch, rivalLines } from './listing.ts';
 import type { PortMapping } from './netconf.ts';
-import type { Budget } from './program.ts';
+import type { Budget } from './budget.ts';
 import { type Ruleset, targetOf } from './restore.ts';
 import { type Table, tableKey, tablesOfTarget, type Target, wantedOf } from './target.ts';
 

@@ -1,7 +1,9 @@
 // Runs programs that behave in all the ways a program can, with the runtime this file is run by, and prints what the
 // plugin came to know of each: the same in both runtimes, which test/kernel/runtime.test.ts asks for.
 import { runtime } from '#runtime';
-import { graceBudget, type Outcome, processId, runProgram } from '../src/program.ts';
+import { graceBudget } from '../src/budget.ts';
+import { processId } from '../src/process.ts';
+import { type Outcome, runProgram } from '../src/program.ts';
 
 type Options = { input?: string; isRead?: boolean; milliseconds?: number; onStart?: (pid: number) => void };
 type Seen = { exitCode?: number | undefined; failure?: string | undefined; stderr: string; lines: string[] };

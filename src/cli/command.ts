@@ -1,7 +1,7 @@
 // The commands for people, over yargs. Loaded only when there are arguments and no CNI_COMMAND.
 import yargs from 'yargs';
 import { PortmapError, toPortmapError } from '../errors.ts';
-import type { Budget } from '../program.ts';
+import type { Budget } from '../budget.ts';
 import { version } from '../version.ts';
 import { listNode } from './list.ts';
 import { planChange } from './plan.ts';

@@ -4,7 +4,7 @@ import { toPortmapError } from '../errors.ts';
 import type { ListedMapping } from '../listing.ts';
 import { listMappings } from '../listing.ts';
 import { findTools } from '../iptables.ts';
-import type { Budget } from '../program.ts';
+import type { Budget } from '../budget.ts';
 import { readRecord } from '../record.ts';
 import { sandboxPrefix } from '../chain.ts';
 import { openState } from '../state.ts';

@@ -3,7 +3,7 @@ import { PortmapError } from '../errors.ts';
 import { planBatch } from '../plan.ts';
 import { readNetConf } from '../netconf.ts';
 import { readJson, readName, readVersion } from '../network.ts';
-import type { Budget } from '../program.ts';
+import type { Budget } from '../budget.ts';
 import { newRequest } from '../queue.ts';
 import { readVariables } from '../environment.ts';
 import { familiesOf } from '../chain.ts';

@@ -2,7 +2,7 @@
 import { commitTogether } from '../commit.ts';
 import { PortmapError } from '../errors.ts';
 import { allowLoopback } from '../host.ts';
-import type { Budget } from '../program.ts';
+import type { Budget } from '../budget.ts';
 import { newRequest, type Request } from '../queue.ts';
 import { readRecords, type SandboxRecord } from '../record.ts';
 import { isDead } from '../rival.ts';

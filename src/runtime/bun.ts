@@ -1,6 +1,6 @@
 // Bun's own ways: nothing of Node's is loaded for them.
 import { CryptoHasher, type FileSink, spawn } from 'bun';
-import { type Execution, type Runtime, stderrLimit } from './runtime.ts';
+import { endGroup, endOrphans, type Execution, type Runtime, stderrLimit } from './runtime.ts';
 
 export const runtime: Runtime = {
   sha512: (text) => new CryptoHasher('sha512').update(text).digest('hex'),
@@ -8,10 +8,7 @@ export const runtime: Runtime = {
     const { signal, graceMs, input, onText, onStart } = execution;
     const started = start(program, argv, execution);
     if (typeof started === 'string') return { error: started, stderr: '' };
-    const end = () => {
-      started.kill('SIGTERM');
-      setTimeout(() => started.kill('SIGKILL'), graceMs).unref();
-    };
+    const end = () => endGroup(started.pid, graceMs);
     if (signal.aborted) end();
     else signal.addEventListener('abort', end, { once: true });
     onStart?.(started.pid);
@@ -26,6 +23,7 @@ export const runtime: Runtime = {
       }),
     ]);
     signal.removeEventListener('abort', end);
+    if (signal.aborted) endOrphans(started.pid);
     return started.exitCode === null
       ? { signal: String(started.signalCode), stderr }
       : { exitCode: started.exitCode, stderr };
@@ -40,6 +38,7 @@ function start(program: string, argv: readonly string[], { input, onText, env }:
       stdin: input === undefined ? 'ignore' : 'pipe',
       stdout: onText === undefined ? 'ignore' : 'pipe',
       stderr: 'pipe',
+      detached: true,
       env: { ...process.env, ...env },
     });
   } catch (error) {

@@ -1,6 +1,6 @@
 // Node's ways.
 import type { Readable } from 'node:stream';
-import { type Runtime, stderrLimit } from './runtime.ts';
+import { endGroup, endOrphans, type Runtime, stderrLimit } from './runtime.ts';
 
 export const runtime: Runtime = {
   sha512: (text) => {
@@ -20,8 +20,8 @@ export const runtime: Runtime = {
         stripFinalNewline: false,
         buffer: { stdout: false, stderr: true },
         maxBuffer: stderrLimit,
-        cancelSignal: signal,
-        forceKillAfterDelay: graceMs,
+        detached: true,
+        cleanup: false,
         env,
       });
     let subprocess: ReturnType<typeof start>;
@@ -31,7 +31,11 @@ export const runtime: Runtime = {
       // Without descriptors left for its pipes there is no process to speak of.
       return { error: error instanceof Error ? error.message : String(error), stderr: '' };
     }
-    if (subprocess.pid !== undefined) onStart?.(subprocess.pid);
+    const { pid } = subprocess;
+    const end = () => pid !== undefined && endGroup(pid, graceMs);
+    if (signal.aborted) end();
+    else signal.addEventListener('abort', end, { once: true });
+    if (pid !== undefined) onStart?.(pid);
     const isRead =
       onText === undefined || subprocess.stdout === null ? undefined : read(subprocess.stdout, onText);
     // A program that ends without reading its input breaks the pipe; its exit status tells why.
@@ -39,6 +43,8 @@ export const runtime: Runtime = {
     subprocess.stdin?.end(Buffer.from(input ?? '', 'latin1'));
     // The program may be gone before the last of its output has come through.
     const [result] = await Promise.all([subprocess, isRead]);
+    signal.removeEventListener('abort', end);
+    if (signal.aborted && pid !== undefined) endOrphans(pid);
     const stderr = typeof result.stderr === 'string' ? result.stderr : '';
     if (result.exitCode !== undefined) return { exitCode: result.exitCode, stderr };
     if (result.signal !== undefined) return { signal: result.signal, stderr };

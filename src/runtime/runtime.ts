@@ -1,10 +1,11 @@
 // What the plugin asks of the runtime that it is built on. Each runtime's own way is a file beside this one, and the build
 // takes one of them by the "imports" of package.json: Node's ways, taken under Bun, load half of Node's streams first
 // and make a call a third longer.
+import { existsSync } from 'node:fs';
 
-/** What a program gets from its caller, and who hears of it. */
+/** What a program gets from its caller, and who hears of it. Each program leads a process group of its own. */
 export interface Execution {
-  /** Ends the program when it is aborted: SIGTERM, and SIGKILL `graceMs` later. */
+  /** Ends the program, and all of its process group, when it is aborted: SIGTERM, and SIGKILL `graceMs` later. */
   readonly signal: AbortSignal;
   readonly graceMs: number;
   /** The program's stdin, one byte a character; undefined: an empty one. */
@@ -34,4 +35,24 @@ export interface Runtime {
   readonly sha512: (text: string) => string;
   /** Runs a program to its end, which is when all it printed was read too. Never rejects for what the program does. */
   readonly execute: (program: string, argv: readonly string[], execution: Execution) => Promise<Ending>;
+}
+
+/** Ends a program that still runs and all that it has started: a script ends, what it runs does not. */
+export function endGroup(leader: number, graceMs: number): void {
+  signalGroup(leader, 'SIGTERM');
+  setTimeout(() => signalGroup(leader, 'SIGKILL'), graceMs).unref();
+}
+
+/** Ends at once what a program has left behind that was to be ended and is gone. */
+export function endOrphans(leader: number): void {
+  // Its number may be another's by now, though never while anything of its group is left.
+  if (!existsSync(`/proc/${leader}`)) signalGroup(leader, 'SIGKILL');
+}
+
+function signalGroup(leader: number, signal: NodeJS.Signals): void {
+  try {
+    process.kill(-leader, signal);
+  } catch {
+    // There is nothing left of it.
+  }
 }

@@ -1,7 +1,7 @@
 // Input that ADD refuses: one JSON error with the right code, that names the field and the value; and neither the
 // tables nor the state folder know afterwards that it was ever called.
 import { beforeAll, expect, test } from 'vitest';
-import { stateFiles } from '../footprint.ts';
+import { errorOf, forBoth, sandboxChain, stateFiles } from '../footprint.ts';
 import { type Container, netconf, type Netconf } from '../lab.ts';
 import { describeVariants } from '../nodes.ts';
 
@@ -184,7 +184,7 @@ const kernelRefusals: Refusal[] = [
   },
 ];
 
-describeVariants({ isKept: true }, ({ variant, node, c1 }) => {
+describeVariants({ isKept: true }, ({ variant, node, c1, c2 }) => {
   beforeAll(async () => {
     await node.sh(`iptables -t nat -N ONLY-IN-V4
       ip6tables -t nat -A OUTPUT -p tcp -m tcp --dport 7 -j ACCEPT`);
@@ -230,6 +230,44 @@ describeVariants({ isKept: true }, ({ variant, node, c1 }) => {
     expect(after).toBe(rules);
     expect(recordsAfter).toEqual(records);
   });
+
+  test('an externalSetMarkChain that leads back to the port mappings is refused with code 7, and named', async () => {
+    const other = netconf(c2, [{ hostPort: 8081, containerPort: 80, protocol: 'tcp' }]);
+    await node.expectPlugin('ADD', other, c2);
+    await node.sh(forBoth('$t -N BACK; $t -A BACK -j CNI-HOSTPORT-DNAT'));
+    const rules = await node.allRules();
+    const records = await stateFiles(node);
+    for (const chain of ['BACK', 'CNI-HOSTPORT-DNAT', sandboxChain('lab', c2.id)]) {
+      const outcome = await node.plugin('ADD', withOptions({ externalSetMarkChain: chain })(c1), c1);
+      expect(outcome.exitCode, outcome.stdout).toBe(1);
+      const error: { code: number; msg: string } = JSON.parse(outcome.stdout);
+      expect(error.code, error.msg).toBe(7);
+      expect(error.msg).toContain(`externalSetMarkChain: "${chain}"`);
+      expect(await node.allRules()).toBe(rules);
+      expect(await stateFiles(node)).toEqual(records);
+    }
+    await node.sh(forBoth('$t -F BACK; $t -X BACK'));
+    await node.expectPlugin('DEL', other, c2);
+  });
+
+  test.each(['-j', '-g'])(
+    "a DEL that can't remove a chain because a foreign rule leads to it (%s) names that rule, and works without it",
+    async (option) => {
+      const conf = netconf(c1, good);
+      const chain = sandboxChain('lab', c1.id);
+      await node.expectPlugin('ADD', conf, c1);
+      await node.sh(`iptables -t nat -N OTHER; iptables -t nat -A OTHER -p tcp ${option} ${chain}`);
+      const outcome = await node.plugin('DEL', conf, c1);
+      expect(errorOf(outcome)).toMatchObject({ code: 11 });
+      expect(errorOf(outcome).msg).toContain(`-A OTHER -p tcp ${option} ${chain}`);
+      await node.sh('iptables -t nat -F OTHER; iptables -t nat -X OTHER');
+      // In the plugin's own chain such a rule goes with the rest.
+      await node.sh(`iptables -t nat -I CNI-HOSTPORT-DNAT -p tcp ${option} ${chain}`);
+      await node.expectPlugin('DEL', conf, c1);
+      expect(await node.allRules()).not.toContain(chain);
+      expect(await stateFiles(node)).toEqual([]);
+    },
+  );
 
   test.each([
     { title: 'CNI_CONTAINERID', env: { CNI_CONTAINERID: '' } },
