@@ -1,7 +1,7 @@
 // The commands for people, over yargs. Loaded only when there are arguments and no CNI_COMMAND.
 import yargs from 'yargs';
-import { PortmapError, toPortmapError } from '../errors.ts';
 import type { Budget } from '../budget.ts';
+import { PortmapError, toPortmapError } from '../errors.ts';
 import { version } from '../version.ts';
 import { listNode } from './list.ts';
 import { planChange } from './plan.ts';
@@ -14,12 +14,13 @@ export interface Terminal {
   /** Says why a command failed. */
   readonly fail: (text: string) => void;
   readonly readInput: () => Promise<string>;
-  readonly print: (text: string) => boolean;
+  /** Prints a result. Rejects with a PortmapError when that is not possible. */
+  readonly print: (text: string) => Promise<void>;
 }
 
 /** Runs the command line; returns the exit status. */
 export async function runCommand(argv: readonly string[], terminal: Terminal): Promise<number> {
-  const line = (text: string) => void terminal.print(`${text}\n`);
+  const line = (text: string) => terminal.print(`${text}\n`);
   const parser = yargs([...argv])
     .scriptName('portmap')
     .usage(

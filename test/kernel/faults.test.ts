@@ -14,6 +14,7 @@ import {
   type Netconf,
   type Outcome,
   portmapBin,
+  prevResult,
   type Variant,
   variants,
   type Verb,
@@ -254,18 +255,35 @@ if (own === undefined || neighbour === undefined) throw new Error('two sandboxes
 
 const conf = (options: Netconf = {}): Netconf => memberConf(own, { timeoutSeconds: 3, ...options });
 
+// A result, and warnings, of more than a pipe takes.
+const wordy = (options: Netconf = {}): Netconf => ({
+  ...conf({ timeoutSeconds: 2, ...options }),
+  runtimeConfig: {
+    portMappings: Array.from({ length: 1500 }, (_, index) => ({
+      hostPort: 9000 + index,
+      containerPort: 80,
+      hostIP: '::1',
+      protocol: 'tcp',
+    })),
+  },
+  prevResult: { ...prevResult(own), padding: 'x'.repeat(300_000) },
+});
+const nonBlocking = (stream: string): string =>
+  `perl -MFcntl -e 'fcntl(${stream}, F_SETFL, O_NONBLOCK); exec @ARGV' "$0"`;
+
+const callEnvironment = (node: LabNode): Record<string, string> => ({
+  PATH: `${node.toolFolder}:/usr/bin:/bin`,
+  CNI_COMMAND: 'ADD',
+  CNI_CONTAINERID: own.id,
+  CNI_NETNS: own.netns,
+  CNI_IFNAME: 'eth0',
+  CNI_PATH: '/opt/cni/bin',
+});
+
 /** An ADD whose stdin stays open in the middle of the netconf. */
 const callWithOpenStdin = (node: LabNode) => {
   const [file, ...args] = node.enter([portmapBin]);
-  const env = {
-    PATH: `${node.toolFolder}:/usr/bin:/bin`,
-    CNI_COMMAND: 'ADD',
-    CNI_CONTAINERID: own.id,
-    CNI_NETNS: own.netns,
-    CNI_IFNAME: 'eth0',
-    CNI_PATH: '/opt/cni/bin',
-  };
-  const child = spawn(file, args, { stdio: 'pipe', env });
+  const child = spawn(file, args, { stdio: 'pipe', env: callEnvironment(node) });
   child.stdin.write('{"cniVersion": "1.0.0",');
   let stdout = '';
   child.stdout.setEncoding('utf8').on('data', (data: string) => (stdout += data));
@@ -414,6 +432,50 @@ suite('nft', 'streams:', ({ node, call, expectAsBefore }) => {
     },
   );
 
+  test.each([
+    { name: 'a pipe', text: '"$0"' },
+    { name: 'a pipe that is not to be waited for', text: nonBlocking('STDOUT') },
+  ])('an ADD whose result nobody reads from $name ends in its time and leaves nothing', async ({ text }) => {
+    const input = { ...conf({ timeoutSeconds: 2 }), prevResult: wordy()['prevResult'] };
+    const outcome = await node.plugin('ADD', input, own, shell(`${text} | sleep 5; exit \${PIPESTATUS[0]}`));
+    expect(outcome, outcome.stderr).toMatchObject({ exitCode: 1 });
+    expect(outcome.stderr).toContain("can't write the result: nobody has read it in time");
+    await expectAsBefore();
+  });
+
+  test('an ADD whose warnings nobody reads says that it succeeded, in its time', async () => {
+    const started = performance.now();
+    const text = '"$0" 2> >(exec sleep 14 >/dev/null 2>&1) > /run/result; echo $?; cat /run/result';
+    const outcome = await node.plugin('ADD', wordy({ timeoutSeconds: 15 }), own, shell(text));
+    expect(outcome.stdout).toMatch(/^0\n\{/);
+    expect(performance.now() - started).toBeLessThan(13_000);
+    await call('DEL', 'done');
+    await expectAsBefore();
+  });
+
+  test('an ADD whose result nobody reads from a socket ends at once when it is told to end, and leaves nothing', async () => {
+    const [file, ...args] = node.enter([portmapBin]);
+    const child = spawn(file, args, { stdio: 'pipe', env: callEnvironment(node) });
+    child.stdin.end(JSON.stringify({ ...conf({ timeoutSeconds: 30 }), prevResult: wordy()['prevResult'] }));
+    const ended = once(child, 'exit');
+    expect(
+      await until(async () => (await node.rules('v4')).includes(sandboxChain('lab', own.id)), 5000),
+    ).toBe(true);
+    await new Promise((resolve) => setTimeout(resolve, 500));
+    const started = performance.now();
+    child.kill('SIGTERM');
+    expect(await ended).toEqual([1, null]);
+    expect(performance.now() - started).toBeLessThan(4000);
+    await expectAsBefore();
+  });
+
+  test('stdin that is not to be waited for is waited for', async () => {
+    const text = `{ head -c 100; sleep 0.5; cat; } | ${nonBlocking('STDIN')}`;
+    await call('ADD', 'done', { call: shell(text) });
+    await call('DEL', 'done', { call: shell(nonBlocking('STDIN')) });
+    await expectAsBefore();
+  });
+
   test('stdin that is never closed ends the call by itself, or at once when it is told to end', async () => {
     const told = callWithOpenStdin(node);
     await new Promise((resolve) => setTimeout(resolve, 1_000));
@@ -444,6 +506,34 @@ suite('nft', 'a conntrack that', ({ node, call, expectAsBefore }) => {
     await node.sh(`ln -sf /usr/sbin/conntrack ${node.toolFolder}/conntrack`);
     expect(added).toContain(sandboxChain('lab', own.id));
     await expectAsBefore();
+  });
+});
+
+suite('nft', 'a conntrack that does not end,', ({ node, call, expectAsBefore }) => {
+  const flows = { runtimeConfig: withFlows(own)['runtimeConfig'], timeoutSeconds: 30 };
+  const told = async (verb: Verb, env: Record<string, string> = {}) => {
+    const { child, end } = startCall(node, { verb, member: own, options: flows }, env);
+    expect(await until(async () => (await node.run(['test', '-d', '/run/asked'])).exitCode === 0, 5000)).toBe(
+      true,
+    );
+    const started = performance.now();
+    child.kill('SIGTERM');
+    const outcome = await end;
+    expect(performance.now() - started).toBeLessThan(3500);
+    await node.sh('rm -rf /run/asked');
+    return outcome;
+  };
+
+  test('ends with a call that is told to end, which has done its work or leaves nothing', async () => {
+    await broken('mkdir -p /run/asked; exec sleep 30', ['conntrack'])(node);
+    const added = await told('ADD');
+    expect(added, added.stderr).toMatchObject({ exitCode: 0 });
+    expect(await node.rules('v4')).toContain(sandboxChain('lab', own.id));
+    const deleted = await told('DEL');
+    expect(deleted, deleted.stderr).toMatchObject({ exitCode: 0 });
+    await expectAsBefore();
+    await node.sh(`ln -sf /usr/sbin/conntrack ${node.toolFolder}/conntrack`);
+    await call('DEL', 'done');
   });
 });
 
