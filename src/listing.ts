@@ -8,7 +8,9 @@ import { type Ruleset, targetOf } from './restore.ts';
 /** A line of the dispatch chain: which ports lead to which chain, and the names its comment gives. */
 export interface DispatchLine {
   readonly chain: string;
+  /** The empty string when the line names none, or all but one. */
   readonly protocol: string;
+  /** None when the line names all but some. */
   readonly ports: readonly number[];
   readonly network: string | undefined;
   readonly containerId: string | undefined;
@@ -41,8 +43,8 @@ export function readDispatchLine(rule: string): DispatchLine | undefined {
   const names = /dnat name: \\"([^"\\]*)\\" id: \\"([^"\\]*)\\"/.exec(rule);
   return {
     chain,
-    protocol: /-p (\S+)/.exec(plain)?.[1] ?? '',
-    ports: (/--dports? (\S+)/.exec(plain)?.[1] ?? '').split(',').flatMap(readPorts),
+    protocol: /(?<!! )-p (\S+)/.exec(plain)?.[1] ?? '',
+    ports: (/(?<!! )--dports? (\S+)/.exec(plain)?.[1] ?? '').split(',').flatMap(readPorts),
     network: names?.[1],
     containerId: names?.[2],
   };
@@ -121,6 +123,6 @@ function readProtocol(text: string): Protocol {
 
 function readPorts(text: string): number[] {
   const [first = Number.NaN, last = first] = text.split(':').map(Number);
-  if (!(first >= 0 && last <= 65535)) return [];
+  if (text === '' || !(first >= 0 && last <= 65535)) return [];
   return Array.from({ length: last - first + 1 }, (_, index) => first + index);
 }

@@ -150,6 +150,8 @@ describe('a line of the dispatch chain', () => {
     ],
     ['that leads elsewhere', text.replace('CNI-DN-0000000000000000000aa', 'KUBE-SVC'), undefined],
     ['without a target', text.replace(/ -j .*/, ''), undefined],
+    ['of all ports but its own', text.replace('--dports', '! --dports'), { ...read, ports: [] }],
+    ['of all protocols but its own', text.replace('-p ', '! -p '), { ...read, protocol: '' }],
     ['whose range ends nowhere', text.replace('8080,8081', '8080:99999999'), { ...read, ports: [] }],
   ])('%s', (_, rule, expected) => {
     expect(readDispatchLine(rule)).toEqual(expected);
