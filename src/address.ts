@@ -57,7 +57,7 @@ export function isUnspecified(address: Address): boolean {
   return address.text === '0.0.0.0' || address.text === '::';
 }
 
-/** Says whether an IPv4 address lies in a network given as CIDR text in the kernel's spelling. */
+/** Says whether an address lies in a network of its family, given as CIDR text in the kernel's spelling. */
 export function isInNetwork(address: Address, cidr: string): boolean {
   const prefix = Number(cidr.slice(cidr.indexOf('/') + 1));
   return `${maskAddress(address, prefix)}/${prefix}` === cidr;

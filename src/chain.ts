@@ -151,6 +151,11 @@ export function isMasqueradeChain(name: string): boolean {
   return name.startsWith(masqueradePrefix);
 }
 
+/** Says whether a chain is one that the bridge or ptp plugin masquerades one container in. */
+export function isBridgeChain(name: string): boolean {
+  return /^CNI-[0-9a-f]{24}$/.test(name);
+}
+
 /** The jump to a masquerade chain: behind the rules of the bridge or ptp plugin it would never be reached. */
 export function masqueradeJump(chain: string): Jump {
   return {

@@ -178,11 +178,16 @@ function isStale(
 
 function isLocal(address: Address): boolean {
   if (address.family === 'ipv4' && isInNetwork(address, '127.0.0.0/8')) return true;
+  return localAddresses().some((own) => own.text === address.text);
+}
+
+/** The addresses of this node's interfaces that are up. */
+export function localAddresses(): Address[] {
   // Few calls need it.
   const { networkInterfaces } = process.getBuiltinModule('node:os');
   return Object.values(networkInterfaces())
-    .flat()
-    .some((own) => own !== undefined && readAddress(own.address.replace(/%.*/, ''))?.text === address.text);
+    .flatMap((own) => own ?? [])
+    .flatMap(({ address }) => readAddress(address.replace(/%.*/, '')) ?? []);
 }
 
 function readText(path: string): string {

@@ -175,6 +175,13 @@ export function targetOf(rule: string): string {
   return /(?:^| )-[jg] ([^ ]+)(?: |$)/.exec(unquoted(rule))?.[1] ?? '';
 }
 
+/** The tokens of a rule as iptables prints it: only the double quote groups, only the backslash escapes. */
+export function tokens(rule: string): string[] {
+  return [...rule.matchAll(/"((?:[^"\\]|\\.)*)"|(\S+)/g)].map(
+    (match) => match[2] ?? (match[1] ?? '').replaceAll(/\\(.)/g, '$1'),
+  );
+}
+
 const builtins: ReadonlySet<string> = new Set(['PREROUTING', 'INPUT', 'OUTPUT', 'POSTROUTING']);
 
 // A comment may hold anything, even " -j X ", so quoted text is blanked before a rule is searched.

@@ -2,7 +2,7 @@
 import { join } from 'node:path';
 import { statSync } from 'node:fs';
 import { families, type Family } from './address.ts';
-import { checkRules } from './check.ts';
+import { checkRules, type Verdict } from './check.ts';
 import {
   dispatchChain,
   familiesOf,
@@ -16,6 +16,7 @@ import {
 import { commitTogether } from './commit.ts';
 import type { CniVariables } from './environment.ts';
 import { PortmapError, toPortmapError } from './errors.ts';
+import { localAddresses } from './host.ts';
 import {
   findTools,
   hasLegacyTable,
@@ -25,7 +26,7 @@ import {
   type Variant,
   variants,
 } from './iptables.ts';
-import { readDispatch, rivalLines } from './listing.ts';
+import { readDispatch } from './listing.ts';
 import { withLockIfPossible } from './lock.ts';
 import { describeMapping, type NetConf, readValidAttachments } from './netconf.ts';
 import type { NetworkConf } from './network.ts';
@@ -61,7 +62,7 @@ export async function checkSandbox(
     throw new PortmapError(
       'CHECK',
       findings.join('; '),
-      'another program changed the nat table, or an ADD was lost: any ADD repairs the shared chains, "portmap reapply" puts back the sandbox’s own. A port that an earlier rule takes is a newer container’s: stop that one, or map another port',
+      'another program changed the nat table, or an ADD was lost: any ADD repairs the shared chains, "portmap reapply" puts back the sandbox’s own. A port that an earlier rule takes is a newer container’s or another program’s: stop that one, or map another port',
     );
 }
 
@@ -81,7 +82,8 @@ async function checkTables(
     ? others.map((other) => (other.ifname === ifname ? own : other))
     : [own, ...others];
   const variant = typeof record === 'string' ? undefined : record.variant;
-  const findings = await Promise.all(
+  const local = localAddresses();
+  const answers = await Promise.all(
     familiesOf(conf.attachment).map(async (family) => {
       const configs = attachments.map(({ config }) => config);
       const wanted = sandboxRules(family, conf.name, containerId, configs);
@@ -93,14 +95,9 @@ async function checkTables(
         ...wanted.external,
         wanted.chain.name,
       ];
-      const seen = await observe(tools, asked, budget);
-      const rivals = rivalLines(
-        readDispatch(seen),
-        wanted.chain.name,
-        mappingsOf(family, conf.attachment),
-      ).map(({ chain }) => chain);
-      const observed = await observeMore(tools, seen, rivals, budget);
-      const conditions = configs.map((config) => config.conditions[family]);
+      const findings = await judge(tools, asked, budget, (observed) =>
+        checkRules({ family, observed, local }, wanted, configs),
+      );
       const earlier = attachments.slice(0, attachments.indexOf(own));
       const covered = earlier.flatMap((other) =>
         mappingsOf(family, conf.attachment)
@@ -110,17 +107,30 @@ async function checkTables(
               `${family}: ${describeMapping(mapping)}: interface ${other.ifname} of this container takes its traffic`,
           ),
       );
-      const pieces = checkRules(
-        family,
-        observed,
-        wanted,
-        configs.flatMap((config) => mappingsOf(family, config)),
-        conditions,
-      ).map((finding) => `${family}: ${finding}`);
+      const pieces = findings.map((finding) => `${family}: ${finding}`);
       return [...pieces, ...covered];
     }),
   );
-  return findings.flat();
+  return answers.flat();
+}
+
+// kube-proxy's way to an endpoint is five chains long. What is deeper than this is not looked for.
+const maxRounds = 8;
+
+// Other programs' chains are read only where the sandbox's packets may pass, and which these are, the one in front tells.
+async function judge(
+  tools: Tools,
+  asked: readonly string[],
+  budget: Budget,
+  check: (observed: Ruleset) => Verdict,
+): Promise<readonly string[]> {
+  let observed = await observe(tools, asked, budget);
+  let verdict = check(observed);
+  for (let round = 0; round < maxRounds && verdict.unread.length > 0; round += 1) {
+    observed = await observeMore(tools, observed, verdict.unread, budget);
+    verdict = check(observed);
+  }
+  return verdict.findings;
 }
 
 /** Every table of the node that can be read and may hold mappings, with all chains that have to do with them. */

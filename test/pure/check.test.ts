@@ -1,8 +1,8 @@
 // CHECK on tables as the kernel prints them: every fault that keeps packets from flowing is found and named (report
 // R18), and nothing is said of a table in which they flow, however iptables spells it (report R19).
 import { describe, expect, test } from 'vitest';
-import type { Family } from '../../src/address.ts';
-import { mappingsOf, sandboxHash, sandboxRules } from '../../src/chain.ts';
+import { type Family, readAddress } from '../../src/address.ts';
+import { sandboxHash, sandboxRules } from '../../src/chain.ts';
 import { checkRules } from '../../src/check.ts';
 import { type Netconf, observe, readConf } from './node.ts';
 import { emptyTable, restore } from './ruleset.ts';
@@ -44,6 +44,10 @@ const conf = (settings: Netconf = {}, hostIP = ''): Netconf => ({
   ...settings,
 });
 
+const local = ['127.0.0.1', '198.51.100.1', '10.1.0.1', '::1', '2001:db8::1'].flatMap(
+  (text) => readAddress(text) ?? [],
+);
+
 // What CHECK finds in a table that holds these rules, and every chain they speak of.
 function check(
   text: string,
@@ -63,14 +67,8 @@ function check(
     emptyTable,
     ['*nat', ...known.map((chain) => `:${chain} - [0:0]`), text.trim(), 'COMMIT', ''].join('\n'),
   );
-  const conditions = [attachment.conditions[family]];
-  return checkRules(
-    family,
-    observe(table, [...wanted.external, own, other]),
-    wanted,
-    mappingsOf(family, attachment),
-    conditions,
-  );
+  const observed = observe(table, [...wanted.external, own, other]);
+  return checkRules({ family, observed, local }, wanted, [attachment]).findings;
 }
 
 const lose = (text: string) => {
@@ -368,12 +366,12 @@ describe('CHECK names', () => {
   test.each([
     ['PREROUTING', '-j ACCEPT'],
     ['OUTPUT', '-j RETURN'],
-    ['POSTROUTING', '-j MASQUERADE'],
+    ['POSTROUTING', '-j RETURN'],
     ['CNI-HOSTPORT-SETMARK', '-j RETURN'],
     ['CNI-HOSTPORT-MASQ', '-j RETURN'],
   ])('a rule in %s that lets nothing get as far as the plugin’s: %s', (chain, rule) => {
     expect(check(`-A ${chain} ${rule}\n${healthy}`)).toEqual([
-      `${chain}: an earlier rule takes all packets: ${rule}`,
+      `${chain}: an earlier rule takes the traffic of 8080/tcp, 8081/tcp: ${rule}`,
     ]);
   });
 
