@@ -1,10 +1,14 @@
 // CHECK beside the rules of others, on the real tables: what takes a mapping's packets is named, what does not is left
 // alone, and the kernel's packets say which of the two it is.
+import * as fc from 'fast-check';
 import { expect, test } from 'vitest';
 import { errorOf, port, sandboxChain } from '../footprint.ts';
 import { addresses, netconf } from '../lab.ts';
 import { describeVariants } from '../nodes.ts';
 import { dockerTable, kubeProxyTable } from '../shapes.ts';
+
+// PORTMAP_TEST_LONG=1 looks at ten times as many random tables.
+const limitMs = (process.env['PORTMAP_TEST_LONG'] ?? '') === '' ? 6_000 : 60_000;
 
 const nat = (...commands: string[]) => commands.map((command) => `iptables -t nat ${command}`).join('\n');
 const load = (table: string) => `iptables-restore --noflush <<'END'\n${table}END`;
@@ -179,11 +183,89 @@ const sound: State[] = [
   })),
 ];
 
+// Random rules: at a place that packets pass, and in two chains that it may lead to. All that they ask is known beforehand.
+const asked = [
+  '',
+  '-p tcp',
+  '! -p tcp',
+  '-p udp',
+  '-m addrtype --dst-type LOCAL',
+  '-m addrtype ! --dst-type LOCAL',
+];
+const host = [
+  '-p tcp --dport 8080',
+  '-p tcp --dport 8000:8079',
+  '-p tcp ! --dport 8080',
+  '-p tcp -m multiport --dports 22,8080',
+  '-d 198.51.100.1',
+  '! -d 198.51.100.1',
+  '-d 10.1.0.0/16',
+  '-d 127.0.0.0/8',
+  '-d 203.0.113.0/24',
+];
+const answered = [
+  '-s 10.1.0.0/16',
+  '! -s 10.1.0.0/16',
+  '-s 127.0.0.1',
+  '-d 10.1.0.0/16',
+  '-p tcp --dport 80',
+  '-p tcp --dport 8080',
+];
+const go = ['-j ACCEPT', '-j RETURN', '-j MARK --set-mark 0x100/0x100', ''];
+const clear = ['-j MARK --set-xmark 0x0/0x2000', '-j MARK --set-mark 7'];
+type Ask = readonly [from: From, address: string];
+const loopback: Ask = ['node', '127.0.0.1'];
+const hairpin: Ask = ['c1', addresses.node.v4];
+const gateway: Ask = ['c1', addresses.bridge.v4];
+const outside: Ask = ['client', addresses.node.v4];
+const local: Ask = ['node', addresses.node.v4];
+const places: readonly { chain: string; matches: string[]; ends: string[]; asks: readonly Ask[] }[] = [
+  {
+    chain: 'PREROUTING',
+    matches: host,
+    ends: ['-j DNAT --to-destination 127.0.0.1'],
+    asks: [outside, gateway],
+  },
+  {
+    chain: 'OUTPUT',
+    matches: host,
+    ends: ['-j DNAT --to-destination 127.0.0.2'],
+    asks: [local, loopback, ['node', addresses.bridge.v4]],
+  },
+  { chain: 'CNI-HOSTPORT-DNAT', matches: host, ends: [], asks: [outside, gateway, local, loopback] },
+  { chain: 'CNI-HOSTPORT-SETMARK', matches: host, ends: clear, asks: [hairpin, gateway, loopback] },
+  { chain: 'POSTROUTING', matches: answered, ends: ['-j MASQUERADE'], asks: [hairpin, loopback] },
+  { chain: 'CNI-HOSTPORT-MASQ', matches: answered, ends: ['-j MASQUERADE'], asks: [hairpin, loopback] },
+];
+
+const tables = fc.constantFrom(...places).chain(({ chain, matches, ends, asks }) => {
+  const rules = (command: string, next: readonly string[], maxLength: number) => {
+    const match = fc.constantFrom(...asked, ...matches);
+    const end = fc.constantFrom(
+      ...go,
+      ...ends,
+      ...next.flatMap((name) => [`-j ${name}`, `-g ${name}`, `-j ${name}`]),
+    );
+    return fc.array(
+      fc.tuple(fc.constant(command), match, end).map((words) => words.join(' ')),
+      { maxLength },
+    );
+  };
+  return fc
+    .tuple(
+      rules(`-I ${chain}`, ['X', 'Y'], 3),
+      rules(`-A ${chain}`, ['X', 'Y'], 2),
+      rules('-A X', ['Y'], 3),
+      rules('-A Y', [], 2),
+    )
+    .map((lists) => ({ asks, text: ['*nat', ':X -', ':Y -', ...lists.flat(), 'COMMIT', ''].join('\n') }));
+});
+
 describeVariants({ serving: ['tcp'] }, ({ node, c1 }) => {
-  const ask = (from: From) =>
+  const ask = (from: From, address: string = addresses.node.v4) =>
     node.probe(from === 'node' ? undefined : from, {
       protocol: 'tcp',
-      address: addresses.node.v4,
+      address,
       port: 8080,
       timeout: 300,
     });
@@ -219,5 +301,31 @@ describeVariants({ serving: ['tcp'] }, ({ node, c1 }) => {
     expect(errorOf(await node.plugin('CHECK', conf, c1)).msg).toContain(
       'ipv6: PREROUTING: an earlier rule takes the traffic of 8080/tcp: -d 2001:db8:3::/64 -p tcp -j RETURN',
     );
+  });
+
+  test('R18 and R19: CHECK and the connections say the same of random rules', async () => {
+    const conf = netconf(c1, [port(8080)]);
+    await node.expectPlugin('ADD', conf, c1);
+    await node.sh('iptables-save -t nat > /run/good');
+    const agrees = fc.asyncProperty(tables, async ({ text, asks }) => {
+      await node.sh('iptables-restore < /run/good; iptables-restore --noflush', { input: text });
+      const { exitCode, stdout } = await node.plugin('CHECK', conf, c1);
+      const isWhole = exitCode === 0;
+      const answers = [];
+      for (const [from, address] of asks) {
+        // Of a thousand connections from and to the same ports, one may meet what another has left.
+        const answer = (await ask(from, address)) ?? (isWhole ? await ask(from, address) : null);
+        answers.push(answer?.name);
+      }
+      expect(
+        answers.every((name) => name === 'c1'),
+        `${stdout}${answers.join(', ')}`,
+      ).toBe(isWhole);
+    });
+    await fc.assert(agrees, {
+      numRuns: 1_000,
+      interruptAfterTimeLimit: limitMs,
+      markInterruptAsFailure: false,
+    });
   });
 });
