@@ -38,6 +38,12 @@ if [ ${#missing[@]} -gt 0 ]; then
   log=.cache/apt.log
   { apt-get -o DPkg::Lock::Timeout=120 -q update && apt-get -o DPkg::Lock::Timeout=120 -qy install --no-install-recommends "${missing[@]}"; } >"$log" 2>&1 9>&- ||
     { tail -n 15 "$log" >&2; fail "apt-get could not install ${missing[*]} (whole output: $PWD/$log)"; }
+  # Nor may it start with the machine, now that it was not there before: firewalld would replace the machine's rules.
+  for package in "${missing[@]}"; do
+    case $package in
+      firewalld | containerd) systemctl disable "$package.service" >>"$log" 2>&1 || true ;;
+    esac
+  done
 fi
 
 # node_modules is stale when a package that npm would install is missing or has another version. Packages for
