@@ -5,7 +5,7 @@ import { type Chain, dispatchChain, isBridgeChain, type SandboxRules } from './c
 import { alternativesOf, isSameCondition, readConditions, serves } from './condition.ts';
 import { readDispatchLine } from './listing.ts';
 import { type Ruleset, targetOf, tokens } from './restore.ts';
-import { findShadows, type View } from './shadow.ts';
+import { findShadows, type NodeView } from './shadow.ts';
 
 /** What CHECK says of a family's table, as far as it was observed. */
 export interface Verdict {
@@ -17,7 +17,7 @@ export interface Verdict {
 
 /** Judges a sandbox with these attachments in one family's table of a node with these addresses. */
 export function checkRules(
-  view: Omit<View, 'unread'>,
+  view: Omit<NodeView, 'unread'>,
   wanted: SandboxRules,
   attachments: readonly AttachmentConfig[],
 ): Verdict {

@@ -14,10 +14,10 @@ import { contested, readDispatchLine } from './listing.ts';
 import type { AttachmentConfig, PortMapping } from './netconf.ts';
 import { type Ruleset, targetOf } from './restore.ts';
 import { type Interest, readRule, type Rule, ruleReader } from './rule.ts';
-import { findTaker, type Flow, type Level, type Surroundings, type Taker } from './walk.ts';
+import { findTaker, type Flow, type Level, type WalkContext, type Taker } from './walk.ts';
 
 /** The node as a sandbox's packets find it. */
-export interface View {
+export interface NodeView {
   readonly family: Family;
   readonly observed: Ruleset;
   /** The addresses of the node. */
@@ -28,7 +28,7 @@ export interface View {
 
 /** Names every rule that takes packets of these attachments before they get where `wanted` leads them. */
 export function findShadows(
-  view: View,
+  view: NodeView,
   wanted: SandboxRules,
   attachments: readonly AttachmentConfig[],
 ): string[] {
@@ -58,7 +58,7 @@ export function findShadows(
 }
 
 // A view, and the rules in it.
-type Scene = View & Pick<Surroundings, 'read'>;
+type Scene = NodeView & Pick<WalkContext, 'read'>;
 
 /** A mapping, and the attachment it is of. */
 interface Part {
@@ -66,7 +66,7 @@ interface Part {
   readonly attachment: AttachmentConfig;
 }
 
-function interestOf({ family, local }: View, parts: readonly Part[]): Interest {
+function interestOf({ family, local }: NodeView, parts: readonly Part[]): Interest {
   const addresses = parts.flatMap(({ mapping, attachment }) => [
     boundAddress(mapping),
     attachment.addresses[family],
@@ -151,7 +151,7 @@ function markShadows(scene: Scene, chain: string, rule: string, parts: readonly 
 
 interface Way {
   readonly flowsOf: (part: Part) => Flow[];
-  readonly effect: Surroundings['effect'];
+  readonly effect: WalkContext['effect'];
   readonly level?: Level;
 }
 
@@ -193,12 +193,12 @@ const ending: ReadonlySet<string> = new Set(
 );
 const newSource: ReadonlySet<string> = new Set(['NETMAP', 'SNAT', 'MASQUERADE']);
 
-function towards(...goals: readonly string[]): Surroundings['effect'] {
+function towards(...goals: readonly string[]): WalkContext['effect'] {
   return ({ target }) => (goals.includes(target) ? 'settles' : ending.has(target) ? 'takes' : 'goes on');
 }
 
 // Any other source is as good, and what the bridge plugin's chains take is said where their place is.
-const towardsMasquerade: Surroundings['effect'] = ({ target }) =>
+const towardsMasquerade: WalkContext['effect'] = ({ target }) =>
   newSource.has(target) || isBridgeChain(target) ? 'settles' : ending.has(target) ? 'takes' : 'goes on';
 
 function xmark({ target, options }: Rule): { readonly value: number; readonly mask: number } | undefined {

@@ -5,7 +5,7 @@ import type { Ruleset } from './restore.ts';
 import type { Packet, Rule } from './rule.ts';
 
 /** What is to be known of the chains that packets may pass. */
-export interface Surroundings {
+export interface WalkContext {
   readonly observed: Ruleset;
   /** The rules of a chain as read; those that match no packet of any walk may be missing. */
   readonly read: (rules: readonly string[]) => readonly Rule[];
@@ -34,7 +34,7 @@ export type Level = 'top' | 'below';
 
 /** The first rule out of `rules`, or of the chains they lead to, that takes packets of this flow. */
 export function findTaker(
-  around: Surroundings,
+  around: WalkContext,
   rules: readonly string[],
   flow: Flow,
   level: Level,
@@ -44,7 +44,7 @@ export function findTaker(
   return pass(walk, rules, start).taker;
 }
 
-interface Walk extends Surroundings {
+interface Walk extends WalkContext {
   readonly flow: Flow;
   readonly known: Map<string, Passage>;
 }
