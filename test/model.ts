@@ -67,7 +67,7 @@ export function add(world: World, attachment: Attachment, order: number): World 
 }
 
 export function del(world: World, attachment: Attachment): World {
-  return remove(finishPending(world, attachment), attachment);
+  return remove(finishPending(world, attachment), [attachment]);
 }
 
 /** A DEL that names no mappings, or an ADD of none: for a sandbox that has nothing it need not look at anything. */
@@ -82,14 +82,14 @@ export function collect(
   network: string,
   valid: readonly Pick<Attachment, 'container' | 'ifname'>[],
 ): World[] {
-  const rest = [...world.given.values()]
-    .flatMap(({ attachments }) => attachments)
-    .filter(
-      ({ container, ifname, ...one }) =>
-        one.network === network &&
-        !valid.some((other) => other.container === container && other.ifname === ifname),
-    )
-    .reduce(remove, world);
+  const isStale = ({ container, ifname, ...one }: Attachment): boolean =>
+    one.network === network &&
+    !valid.some((other) => other.container === container && other.ifname === ifname);
+  // What goes of one sandbox goes at once.
+  const rest = [...world.given.values()].reduce(
+    (before, { attachments }) => remove(before, attachments.filter(isStale)),
+    world,
+  );
   return mayFinish(rest);
 }
 
@@ -132,8 +132,8 @@ export function isWhole(world: World, attachment: Attachment): boolean {
 export function halfway(before: World, after: World, attachment: Attachment, verb: 'ADD' | 'DEL'): World[] {
   const others = before.pending.filter((one) => chainOf(one) !== chainOf(attachment));
   const asked = { ...before, pending: verb === 'DEL' ? [...others, attachment] : others };
-  // That a sandbox has something is noted before it has it, that it has nothing any more is noted afterwards.
-  const given = new Map([...before.given, ...after.given]);
+  // That a sandbox has something is noted before it has it, that it has something no more is noted afterwards.
+  const given = verb === 'DEL' ? before.given : new Map([...before.given, ...after.given]);
   const mixed = [before, after].flatMap((v4) =>
     [before, after].map((v6) => ({ ...asked, given, tables: { v4: v4.tables.v4, v6: v6.tables.v6 } })),
   );
@@ -174,27 +174,28 @@ const attachmentsOf = (world: World, one: Attachment): readonly Attachment[] =>
 // A call for the same sandbox takes the place of one that waits; the others are done on the way.
 function finishPending(world: World, own: Attachment): World {
   const others = world.pending.filter((one) => chainOf(one) !== chainOf(own));
-  return { ...others.reduce(remove, world), pending: [] };
+  return { ...others.reduce((before, one) => remove(before, [one]), world), pending: [] };
 }
 
 // GC and reapply go past the calls that wait; they may do as those do.
 function mayFinish(world: World): World[] {
-  return [world, { ...world.pending.reduce(remove, world), pending: [] }];
+  const finished = world.pending.reduce((before, one) => remove(before, [one]), world);
+  return [world, { ...finished, pending: [] }];
 }
 
-// A killed DEL may have noted that the attachment is gone, and have left its rules.
-function remove(world: World, attachment: Attachment): World {
-  const name = chainOf(attachment);
+// Attachments of one sandbox. A killed ADD may have left rules of one that nobody has noted.
+function remove(world: World, attachments: readonly Attachment[]): World {
+  const [first] = attachments;
+  if (first === undefined) return world;
+  const name = chainOf(first);
+  const isGone = (one: Attachment) => attachments.some((other) => isSame(one, other));
   const given = world.given.get(name);
   const installed = families.map((family) => world.tables[family].installed.get(name));
   const isThere = [given, ...installed].some(
-    (sandbox) =>
-      sandbox !== undefined &&
-      sandbox !== 'flushed' &&
-      sandbox.attachments.some((one) => isSame(one, attachment)),
+    (sandbox) => sandbox !== undefined && sandbox !== 'flushed' && sandbox.attachments.some(isGone),
   );
   if (!isThere) return world;
-  const rest = (given?.attachments ?? []).filter((one) => !isSame(one, attachment));
+  const rest = (given?.attachments ?? []).filter((one) => !isGone(one));
   return install(
     world,
     name,
