@@ -36,7 +36,13 @@ export function crowd(name: string, count: number, netns: string, firstPort = 20
   }));
 }
 
-export type Call = { readonly verb: Verb; readonly member: Member; readonly options?: Netconf };
+export type Call = {
+  readonly verb: Verb;
+  readonly member: Member;
+  readonly options?: Netconf;
+  /** Whether `runCrowd` calls from a pid namespace of its own. */
+  readonly isApart?: boolean;
+};
 
 /** The netconf of a member: one TCP mapping in both families. */
 export function memberConf(member: Member, options: Netconf = {}): Netconf {
@@ -66,10 +72,11 @@ export async function runCrowd(
   await rm(path, { recursive: true, force: true });
   await mkdir(path);
   const lines = await Promise.all(
-    calls.map(async ({ verb, member, options }, index) => {
+    calls.map(async ({ verb, member, options, isApart = false }, index) => {
       await writeFile(`${path}/${index}.json`, JSON.stringify(memberConf(member, options)));
       const set = Object.entries(variables(verb, member)).map(([name, value]) => `${name}=${value}`);
-      return `{ ${set.join(' ')} ${portmapBin} <${index}.json >${index}.out 2>${index}.err; echo $? >${index}.status; } &`;
+      const apart = isApart ? 'unshare --pid --fork --mount-proc ' : '';
+      return `{ ${set.join(' ')} ${apart}${portmapBin} <${index}.json >${index}.out 2>${index}.err; echo $? >${index}.status; } &`;
     }),
   );
   await writeFile(`${path}/all.sh`, ['cd /run/crowd', ...lines, 'wait', ''].join('\n'));

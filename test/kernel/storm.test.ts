@@ -208,6 +208,30 @@ describeVariants({}, ({ variant, node }) => {
     await expectState(members.filter((member) => member !== refused));
   });
 
+  test('calls from several pid namespaces are committed together, and each gets its own answer', async () => {
+    const members = everybody.slice(0, 30);
+    const refused = members.slice(10, 20);
+    const missing = { externalSetMarkChain: 'MISSING' };
+    const mixed = members.map((member, index) => ({
+      verb: 'ADD' as const,
+      member,
+      isApart: index % 2 === 0,
+      ...(refused.includes(member) ? { options: missing } : {}),
+    }));
+    const outcomes = await runCrowd(node, mixed);
+    for (const [index, outcome] of outcomes.entries())
+      if (index >= 10 && index < 20)
+        expect(errorOf(outcome).msg, `call ${index}`).toContain('externalSetMarkChain');
+      else expect(outcome.exitCode, outcome.stdout + outcome.stderr).toBe(0);
+    await expectState(members.filter((member) => !refused.includes(member)));
+    const gone = await runCrowd(
+      node,
+      members.map((member, index) => ({ verb: 'DEL', member, isApart: index % 2 === 1 })),
+    );
+    expect(complaints(gone)).toEqual([]);
+    await expectState([]);
+  });
+
   test('a call that is told to end while it waits ends at once, with one error, and leaves nothing', async () => {
     const members = everybody.slice(0, 6);
     const gate = await watchGate();
