@@ -180,6 +180,7 @@ function settleRivals(
 ): { kept: Target[]; evicted: Target[] } {
   const inBatch = new Set(targets.map(({ hash }) => `${sandboxPrefix}${hash}`));
   const evicted = new Map<string, Target>();
+  const deadInBatch = new Set<string>();
   const kept: Target[] = [];
   const recordOf = (hash: string) => {
     const record = context.state === undefined ? 'missing' : readRecord(context.state, hash);
@@ -193,7 +194,10 @@ function settleRivals(
       if (mappings.length === 0 || observed === undefined) continue;
       const own = `${sandboxPrefix}${target.hash}`;
       for (const rival of findRivals(table.family, observed, own, mappings, recordOf, dispatch)) {
-        if (inBatch.has(rival.chain)) continue;
+        if (inBatch.has(rival.chain)) {
+          if (rival.dead !== undefined) deadInBatch.add(rival.chain);
+          continue;
+        }
         if (rival.dead === undefined) named.add(rival.description);
         else evicted.set(rival.chain, targetOfRecord(rival.dead, false, rival.dead.variant));
       }
@@ -231,5 +235,11 @@ function settleRivals(
     }
     kept.push(target);
   }
-  return { kept, evicted: [...evicted.values()] };
+  // A DEL of one of two interfaces of a dead owner leaves the other, which is in the way just so.
+  const isOver = ({ hash, request }: Target) =>
+    request?.change.verb === 'DEL' && deadInBatch.has(`${sandboxPrefix}${hash}`);
+  return {
+    kept: kept.map((target) => (isOver(target) ? { ...target, after: undefined } : target)),
+    evicted: [...evicted.values()],
+  };
 }

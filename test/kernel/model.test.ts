@@ -182,6 +182,13 @@ const sequences: Record<string, readonly Step[]> = {
     { do: 'DEL', at: at('k1'), isBare: true, kill: { family: 'v6', when: 'before' } },
     { do: 'ADD', at: at('k2'), mappings: [port(8081)] },
   ],
+  'a dead owner of a port goes also when a DEL of one of its interfaces waits': [
+    { do: 'ADD', at: at('k1', 'eth0'), mappings: [port(8080)] },
+    { do: 'ADD', at: at('k1', 'eth1'), mappings: [port(8080)] },
+    { do: 'remove namespace', container: 'k1' },
+    { do: 'DEL', at: at('k1', 'eth1'), isBare: false, kill: { family: 'v4', when: 'before' } },
+    { do: 'ADD', at: at('k2'), mappings: [port(8080)] },
+  ],
   'after a flush, reapply brings back the living in their order, and the dead go': [
     { do: 'ADD', at: at('k1'), mappings: [port(8080)] },
     { do: 'ADD', at: at('k2'), mappings: [port(8080)] },
