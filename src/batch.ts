@@ -7,6 +7,7 @@ import { graceBudget } from './budget.ts';
 import { removeRecord, writeRecord } from './record.ts';
 import { decisiveChains, invertTransaction, isApplied, renderTransaction, type Ruleset } from './restore.ts';
 import { onlyLoses, type Table, tableKey, tablesOf, type Target } from './target.ts';
+import { closeViews } from './view.ts';
 
 // The call may be over its time, or told to end at once, when it has to look what it has done and put a family back.
 const lookMs = 800;
@@ -23,10 +24,13 @@ export async function commitPlan(
 ): Promise<string[]> {
   const problems = saveRecords(plan.targets, context, 'pending');
   const todo = plan.tables.filter(({ transaction }) => transaction.length > 0);
+  // What is open in a table with nothing to do may have the xtables lock that another one waits for.
+  await closeViews(plan.tables.filter(({ transaction }) => transaction.length === 0));
   const results = await Promise.allSettled(
-    todo.map(({ tools, transaction }) =>
-      commit(tools, renderTransaction(transaction, context.naming), context.budget, cover),
-    ),
+    todo.map(({ tools, transaction, session }) => {
+      const text = renderTransaction(transaction, context.naming);
+      return session === undefined ? commit(tools, text, context.budget, cover) : session.commit(text, cover);
+    }),
   );
   const failed = results.flatMap((result) =>
     result.status === 'rejected' ? [toPortmapError(result.reason)] : [],

@@ -6,36 +6,54 @@ import { dispatchChain, sandboxPrefix } from './chain.ts';
 import { PortmapError } from './errors.ts';
 import { findTools, hasLegacyTable, isLineRefused, rulesLeadingTo, variants } from './iptables.ts';
 import { hashOf, type Request } from './queue.ts';
+import { type Table, tableKey } from './target.ts';
 
-/** The error for a request that `error` has ended, with what is to blame for it where that can be told. */
-export async function blame(request: Request, error: PortmapError, budget: Budget): Promise<PortmapError> {
-  return request.change.verb === 'DEL' ? nameObstacle(request, error, budget) : blameNetconf(request, error);
+/** A rule of another program that keeps a sandbox's chain in a table from being removed. */
+export interface Obstacle {
+  readonly table: Table;
+  readonly rule: string;
 }
 
-// A DEL alone is refused when a rule of another program leads to the sandbox's chain.
-async function nameObstacle(request: Request, error: PortmapError, budget: Budget): Promise<PortmapError> {
-  if (error.code !== 'CONFLICT') return error;
-  const chain = `${sandboxPrefix}${hashOf(request)}`;
+/** The error for a request that `error` has ended; `rules` of other programs are in its way. */
+export function blame(request: Request, error: PortmapError, rules: readonly Obstacle[]): PortmapError {
+  if (rules.length === 0) return blameNetconf(request, error);
+  return new PortmapError(error.code, inTheWay(request, rules), `delete them; ${error.details}`, {
+    cause: error,
+  });
+}
+
+/** Says which rules keep a sandbox's chain from being removed. */
+export function inTheWay(request: Request, rules: readonly Obstacle[]): string {
+  const named = rules.map(({ table, rule }) => `${tableKey(table)}: ${rule}`).join('; ');
+  return `${chainOf(request)}: rules of other programs lead to it, so it can't be removed: ${named}`;
+}
+
+/** The rules of other programs that keep a DEL from removing the sandbox's chain. */
+export async function rulesInTheWay(
+  request: Request,
+  error: PortmapError,
+  budget: Budget,
+): Promise<Obstacle[]> {
+  if (request.change.verb !== 'DEL' || error.code !== 'CONFLICT') return [];
   const tables = variants.flatMap((variant) => families.map((family) => ({ variant, family })));
-  const rules = await Promise.all(
-    tables.map(async ({ variant, family }) => {
+  const found = await Promise.all(
+    tables.map(async (table) => {
+      const { variant, family } = table;
       if (variant === 'legacy' && !hasLegacyTable(family)) return [];
       try {
         const tools = await findTools(family, variant, budget);
-        const found = await rulesLeadingTo(tools, chain, dispatchChain, budget);
-        return found.map((rule) => `${family} (${variant}): ${rule}`);
+        const rules = await rulesLeadingTo(tools, chainOf(request), dispatchChain, budget);
+        return rules.map((rule) => ({ table, rule }));
       } catch {
         return [];
       }
     }),
   );
-  if (rules.flat().length === 0) return error;
-  return new PortmapError(
-    error.code,
-    `${chain}: another program's rule leads to it, so it can't be removed: ${rules.flat().join('; ')}`,
-    `delete that rule of the nat table, then repeat DEL; ${error.details}`,
-    { cause: error },
-  );
+  return found.flat();
+}
+
+function chainOf(request: Request): string {
+  return `${sandboxPrefix}${hashOf(request)}`;
 }
 
 // Where the netconf has words of its own in the rules, or the name of a chain that may lead back to the plugin's, these

@@ -3,7 +3,7 @@
 // idempotent, so a process killed half-way costs nothing: the next one does it again.
 import { join } from 'node:path';
 import { commitPlan } from './batch.ts';
-import { blame } from './blame.ts';
+import { blame, inTheWay, rulesInTheWay } from './blame.ts';
 import { isLineRefused } from './iptables.ts';
 import { PortmapError, toPortmapError } from './errors.ts';
 import { type HeldLock, lockBusy, tryLock, watchLock, withLockIfPossible } from './lock.ts';
@@ -31,6 +31,7 @@ import {
 } from './queue.ts';
 import { readRecord } from './record.ts';
 import { isQueued, type StateFolder } from './state.ts';
+import { tableKey } from './target.ts';
 
 const maxConflicts = 4;
 const orphanMs = 3000;
@@ -103,7 +104,7 @@ export async function commitTogether(
   makeRequests: () => readonly Request[],
   state: StateFolder | undefined,
   call: { readonly budget: Budget; readonly warn: (text: string) => void },
-): Promise<Answer[]> {
+): Promise<(Answer & { readonly request: Request })[]> {
   const { budget } = call;
   const answers = new Map<string, Answer>();
   const work = async (held: HeldLock | undefined) => {
@@ -112,7 +113,10 @@ export async function commitTogether(
     );
     const round = { cover: held?.cover ?? (() => undefined), isWanted: () => true };
     await commitRequests(requests, answers, { budget, state }, round);
-    return [...answers.values()];
+    return requests.flatMap((request) => {
+      const answer = answers.get(request.token);
+      return answer === undefined ? [] : [{ ...answer, request }];
+    });
   };
   if (state === undefined) return work(undefined);
   const onProblem = (problem: string) => call.warn(`state folder: ${problem}; working without a lock`);
@@ -290,13 +294,33 @@ async function commitRequests(
     }
     const [only, ...others] = wanted;
     if (only !== undefined && others.length === 0) {
-      answers.set(only.token, { warnings: [], error: await blame(only, error, context.budget) });
+      await settleAlone(only, error, answers, context, round);
       return;
     }
     const middle = Math.ceil(wanted.length / 2);
     await commitRequests(wanted.slice(0, middle), answers, context, round);
     await commitRequests(wanted.slice(middle), answers, context, round);
     return;
+  }
+}
+
+// What is refused even alone, and planned anew each time, is refused for good. A DEL removes what it can then: all but a
+// chain that other programs' rules lead to.
+async function settleAlone(
+  request: Request,
+  error: PortmapError,
+  answers: Map<string, Answer>,
+  context: BatchContext,
+  round: Round,
+): Promise<void> {
+  const rules = await rulesInTheWay(request, error, context.budget);
+  const keepsChains = new Set(rules.map(({ table }) => tableKey(table)));
+  const isLeft =
+    rules.length > 0 && (await attempt([request], answers, { ...context, keepsChains }, round)) === undefined;
+  if (!isLeft) answers.set(request.token, { warnings: [], error: blame(request, error, rules) });
+  else {
+    const { warnings = [] } = answers.get(request.token) ?? {};
+    answers.set(request.token, { warnings: [...warnings, `${inTheWay(request, rules)}; it is left empty`] });
   }
 }
 
@@ -307,10 +331,15 @@ async function attempt(
   round: Round,
 ): Promise<PortmapError | undefined> {
   try {
-    const plan = await planBatch(requests, context);
-    // Observing takes its time, and owners may have gone meanwhile: then the plan is made again without them.
-    if (!requests.every(round.isWanted)) return new PortmapError('CONFLICT', 'a request was taken back');
-    const problems = await commitPlan(plan, context, round.cover);
+    const plan = await planBatch(requests, { ...context, keepsOpen: true });
+    let problems: string[];
+    try {
+      // Observing takes its time, and owners may have gone meanwhile: then the plan is made again without them.
+      if (!requests.every(round.isWanted)) return new PortmapError('CONFLICT', 'a request was taken back');
+      problems = await commitPlan(plan, context, round.cover);
+    } finally {
+      await plan.close();
+    }
     for (const { token } of requests)
       answers.set(token, {
         warnings: [...problems, ...(plan.warnings.get(token) ?? [])],

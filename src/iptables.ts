@@ -84,10 +84,14 @@ export async function observeMore(
     (chain) => !observed.chains.has(chain) && !observed.absent.has(chain),
   );
   if (unread.length === 0) return observed;
-  const more = await observe(tools, unread, budget);
+  return merge(observed, await observe(tools, unread, budget));
+}
+
+/** What two looks at one table have seen. */
+export function merge(one: Ruleset, other: Ruleset): Ruleset {
   return {
-    chains: new Map([...observed.chains, ...more.chains]),
-    absent: new Set([...observed.absent, ...more.absent]),
+    chains: new Map([...one.chains, ...other.chains]),
+    absent: new Set([...one.absent, ...other.absent]),
   };
 }
 
@@ -137,14 +141,16 @@ export function xtablesLock(): string {
   return process.env['XTABLES_LOCKFILE'] ?? '/run/xtables.lock';
 }
 
-function lockWait(tools: Tools, budget: Budget): string[] {
+/** The options with which iptables-restore waits for the xtables lock, for a part of the call's time. */
+export function lockWait(tools: Tools, budget: Budget): string[] {
   if (tools.variant === 'nft') return [];
   // Never without a number and never 0: either waits for ever on iptables 1.8.9.
   const seconds = Math.min(maxLockWaitSeconds, Math.floor(budget.remaining() / 1000));
   return ['-w', String(Math.max(1, seconds))];
 }
 
-function variantOf(program: string): Variant | undefined {
+/** The variant of a program of iptables' own by the name of its file; undefined for a script of somebody's. */
+export function variantOf(program: string): Variant | undefined {
   const name = basename(realProgram(program));
   return variants.find((variant) => name.includes(`-${variant}`));
 }
@@ -225,8 +231,11 @@ async function readSave(tools: Tools, asked: readonly string[], budget: Budget):
 
 const builtins = ['PREROUTING', 'OUTPUT', 'POSTROUTING'];
 
-// The dispatch chain first: another program makes its jumps in the same transaction, or after it.
-function listingOrder(asked: readonly string[]): string[] {
+/**
+ * The chains to look at, the built-in ones among them, in an order that tells the truth: the dispatch chain first, for
+ * another program makes its jumps in the same transaction, or after it.
+ */
+export function listingOrder(asked: readonly string[]): string[] {
   return [...new Set([...asked.slice(0, 1), ...builtins, ...asked])];
 }
 
@@ -285,8 +294,15 @@ async function probeJumps(
   return found;
 }
 
-function failure(program: string, outcome: Outcome, tools: Tools | undefined, input = ''): PortmapError {
-  const said = outcome.stderr.trim();
+/** The error that tells why a program has failed; `input` is what it was given, for the line that it complains of. */
+export function failure(
+  program: string,
+  outcome: Outcome,
+  tools: Tools | undefined,
+  input = '',
+): PortmapError {
+  // iptables speaks of the other variant's tables whenever there are any.
+  const said = outcome.stderr.replaceAll(/^# Warning: .*\n?/gm, '').trim();
   const evidence = [outcome.failure ?? `exit status ${outcome.exitCode}`, said, failingLines(said, input)]
     .filter((part) => part !== '')
     .join('; ');

@@ -8,7 +8,8 @@ import type { Budget } from './budget.ts';
 import { hashOf, type Request } from './queue.ts';
 import { readRecord, type SandboxRecord } from './record.ts';
 import { type Naming, planTransaction, type Ruleset, type Transaction } from './restore.ts';
-import { newMappings, type View, view } from './view.ts';
+import type { Session } from './session.ts';
+import { closeViews, newMappings, type View, view } from './view.ts';
 import { contestedBy, findRivals, isDead } from './rival.ts';
 import type { StateFolder } from './state.ts';
 import {
@@ -28,6 +29,10 @@ export interface BatchContext {
   readonly state: StateFolder | undefined;
   /** How lines are deleted: by their place once their text was refused again and again. */
   readonly naming?: Naming;
+  /** Tables, by key, in which chains that go are left empty, because rules of others lead to them. */
+  readonly keepsChains?: ReadonlySet<string>;
+  /** Whether what reads a table may wait for the plan, to commit it. */
+  readonly keepsOpen?: boolean;
 }
 
 /** One table with what was seen of it and what is to be done. */
@@ -36,6 +41,8 @@ export interface PlannedTable {
   readonly tools: Tools;
   readonly observed: Ruleset;
   readonly transaction: Transaction;
+  /** What has read the table and waits to change it. */
+  readonly session: Session | undefined;
 }
 
 /** A plan for several targets. Requests that can't be planned are in `failures`, by token. */
@@ -44,6 +51,8 @@ export interface Plan {
   readonly tables: readonly PlannedTable[];
   readonly failures: ReadonlyMap<string, PortmapError>;
   readonly warnings: ReadonlyMap<string, readonly string[]>;
+  /** Ends, with nothing changed by it, what waits for the plan. */
+  readonly close: () => Promise<void>;
 }
 
 /**
@@ -73,18 +82,24 @@ export async function planBatch(requests: readonly Request[], context: BatchCont
       failures.set(request.token, toPortmapError(error));
     }
   }
-  return planTargets([...targets.values()], context, failures, warnings);
+  const views = new Map<string, View>();
+  try {
+    return await planTargets([...targets.values()], context, views, failures, warnings);
+  } catch (error) {
+    await closeViews(views.values());
+    throw error;
+  }
 }
 
-// Plans for targets that are already made.
 async function planTargets(
   targets: readonly Target[],
   context: BatchContext,
-  failures = new Map<string, PortmapError>(),
-  warnings = new Map<string, string[]>(),
+  views: Map<string, View>,
+  failures: Map<string, PortmapError>,
+  warnings: Map<string, string[]>,
 ): Promise<Plan> {
-  const views = new Map<string, View>();
-  await view(targets, context.budget, views);
+  const { budget, keepsOpen = false } = context;
+  await view(targets, budget, views, keepsOpen);
   const fail = (target: Target, error: PortmapError) => {
     if (target.request !== undefined) failures.set(target.request.token, error);
   };
@@ -97,16 +112,19 @@ async function planTargets(
     return error === undefined;
   });
   const { kept, evicted } = settleRivals(viable, context, views, fail, warnings);
-  await view(evicted, context.budget, views);
+  await view(evicted, budget, views, keepsOpen);
   const final = [...kept, ...evicted.filter((target) => obstacle(target, views) === undefined)];
-  const tables = [...views.values()].flatMap(({ table, tools, observed }) => {
+  const tables = [...views.values()].flatMap(({ table, tools, observed, session }) => {
     if (tools === undefined || observed === undefined) return [];
     const wanted = final
       .filter((target) => tablesOfTarget(target).some((other) => tableKey(other) === tableKey(table)))
-      .map((target) => wantedOf(target, table));
-    return [{ table, tools, observed, transaction: planTransaction(observed, wanted) }];
+      .map((target) => ({
+        ...wantedOf(target, table),
+        keepsChain: context.keepsChains?.has(tableKey(table)) === true,
+      }));
+    return [{ table, tools, observed, session, transaction: planTransaction(observed, wanted) }];
   });
-  return { targets: final, tables, failures, warnings };
+  return { targets: final, tables, failures, warnings, close: () => closeViews(views.values()) };
 }
 
 async function defaultVariant(budget: Budget): Promise<Variant> {
@@ -136,7 +154,7 @@ function obstacle(target: Target, views: ReadonlyMap<string, View>): PortmapErro
     if (seen?.error !== undefined && (!isPossible || seen.error.isUncertain)) {
       if (target.after !== undefined || target.request?.change.verb === 'ADD') return seen.error;
       return new PortmapError(
-        'BUSY',
+        seen.error.code,
         `container ${target.request?.containerId ?? target.before?.containerId ?? 'unknown'}: ${seen.error.message}`,
         seen.error.details,
       );

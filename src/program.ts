@@ -3,6 +3,9 @@ import { accessSync, constants, realpathSync, statSync } from 'node:fs';
 import { join } from 'node:path';
 import { runtime } from '#runtime';
 import type { Budget } from './budget.ts';
+import type { Stdin } from './runtime/runtime.ts';
+
+export type { Stdin } from './runtime/runtime.ts';
 
 /** How a program ended. `failure` is set when it could not run or was killed, `isUnstarted` when it did not even begin. */
 export interface Outcome {
@@ -13,6 +16,7 @@ export interface Outcome {
 }
 
 const timeWasUp = 'ended: the time was up';
+const wasTold = 'ended: the call was told to end';
 
 /** What became of a program whose turn came after the call's end. */
 export const notStarted = 'not started: the call was ended';
@@ -53,18 +57,17 @@ function isExecutable(path: string): boolean {
 }
 
 /**
- * Runs a program to its end. Text is bytes, one a character, in both directions. `onLine` gets stdout line by line as
- * it comes, so that large output is never held;
- * `onStart` runs before the program gets its input, which a program killed before then sees as empty. Never
- * rejects for what the program does; returns soon after the budget's signal is aborted, whatever still holds the
- * program's pipes.
+ * Runs a program to its end. Text is bytes, one a character, in both directions. `input` is the program's whole stdin,
+ * or gets it to write to and to end. `onLine` gets stdout line by line as it comes, so that large output is never held;
+ * `onStart` runs before the program gets any input: one killed before then sees it as empty. Never rejects for what the
+ * program does; returns soon after the budget's signal is aborted, whatever still holds the program's pipes.
  */
 export async function runProgram(
   program: string,
   argv: readonly string[],
   options: {
     budget: Budget;
-    input?: string;
+    input?: string | ((stdin: Stdin, pid: number) => void);
     env?: Readonly<Record<string, string>>;
     onLine?: (line: string) => void;
     onStart?: (pid: number) => void;
@@ -77,20 +80,29 @@ export async function runProgram(
   const done = runtime.execute(program, argv, {
     signal: budget.signal,
     graceMs,
-    input,
+    hasInput: input !== undefined,
     onText: lines?.take,
     // What is said is read, and in no other language.
     env: { ...env, LC_ALL: 'C' },
-    onStart,
+    onStart: (pid, stdin) => {
+      onStart?.(pid);
+      if (typeof input === 'function') {
+        if (stdin !== undefined) input(stdin, pid);
+      } else if (input !== undefined) {
+        stdin?.write(input);
+        stdin?.end();
+      }
+    },
   });
   const ending = await Promise.race([done, given(budget.signal)]);
-  if (ending === undefined) return { exitCode: undefined, stderr: '', failure: timeWasUp };
-  if (lines?.end() === 'cut short') return { exitCode: undefined, stderr: '', failure: timeWasUp };
+  const cut = budget.isTold() ? wasTold : timeWasUp;
+  if (ending === undefined || lines?.end() === 'cut short')
+    return { exitCode: undefined, stderr: '', failure: cut };
   const { exitCode, signal, error, stderr } = ending;
   if (exitCode !== undefined) return { exitCode, stderr };
   if (error !== undefined)
     return { exitCode, stderr, failure: `could not be started: ${error}`, isUnstarted: true };
-  return { exitCode, stderr, failure: budget.signal.aborted ? timeWasUp : `killed by ${signal}` };
+  return { exitCode, stderr, failure: budget.signal.aborted ? cut : `killed by ${signal}` };
 }
 
 // Resolves a while after the signal is aborted, for a program that does not go.

@@ -18,6 +18,8 @@ export interface Wanted {
   readonly rules?: SandboxRules | undefined;
   /** It has nothing new, and so no claim to stand in front of those that came after it. */
   readonly keepsPlace?: boolean;
+  /** A rule of another program leads to its chain, which can't be removed then, and is left empty. */
+  readonly keepsChain?: boolean;
   /** A chain of the retired scheme that goes with the sandbox. */
   readonly retired?: string | undefined;
 }
@@ -59,7 +61,7 @@ export function planTransaction(observed: Ruleset, wanted: readonly Wanted[]): T
     ...needed.map(({ chain }) => fill(observed, chain)),
     ...needed.flatMap((rules) => insertions(rules.dispatch.filter((line) => !kept.has(line)))),
     ...[...jumps.values()].flatMap((jump) => jumpStep(observed, jump)),
-    ...wanted.flatMap((want) => (want.rules === undefined ? removal(observed, want.chain) : [])),
+    ...wanted.flatMap((want) => (want.rules === undefined ? ending(observed, want) : [])),
     ...[...retired]
       .filter((chain) => observed.chains.has(chain) || isJumpedTo(observed, chain))
       .flatMap((chain) => removal(observed, chain)),
@@ -230,6 +232,11 @@ function jumpStep(observed: Ruleset, jump: Jump): Step[] {
 // A chain of the retired scheme that is jumped to is there, whether it was read or not.
 function isJumpedTo(observed: Ruleset, chain: string): boolean {
   return (observed.chains.get(retiredChain) ?? []).some((rule) => targetOf(rule) === chain);
+}
+
+function ending(observed: Ruleset, { chain, keepsChain = false }: Wanted): Step[] {
+  if (!keepsChain) return removal(observed, chain);
+  return observed.absent.has(chain) ? [] : [fill(observed, { name: chain, rules: [] })];
 }
 
 function removal(observed: Ruleset, chain: string): Step[] {

@@ -77,6 +77,45 @@ export async function holdXtablesLock(node: LabNode): Promise<() => void> {
 }
 
 /**
+ * Puts a script in front of an iptables-restore that hands on its input line by line, and whose file tells the variant,
+ * as that of iptables' own programs does. It does as `before` says when a commit that changes something is to be handed
+ * on, and as `after` says when the program has ended. `unwrapTool` removes it.
+ */
+export async function wrapRestore(
+  node: LabNode,
+  {
+    variant,
+    tool,
+    before = ':',
+    after = ':',
+  }: {
+    readonly variant: Variant;
+    readonly tool: string;
+    readonly before?: string;
+    readonly after?: string;
+  },
+): Promise<void> {
+  const script = `/run/wrapped/${tool}-${variant}-script`;
+  const real = `/run/wrapped/${tool}`;
+  await node.sh(
+    `mkdir -p /run/wrapped; ln -sf /usr/sbin/xtables-${variant}-multi ${real}; cat > ${script}; chmod 755 ${script}; ln -sf ${script} ${node.toolFolder}/${tool}`,
+    {
+      input: `#!/bin/bash
+        isChange=
+        while IFS= read -r line; do
+          case $line in '*nat') isChange= ;; '-A '* | '-D '* | '-X '*) isChange=1 ;; esac
+          if [ "$line" = COMMIT ] && [ -n "$isChange" ]; then ${before}; fi
+          printf '%s\\n' "$line"
+        done | ${real} "$@"
+        status=\${PIPESTATUS[1]}
+        if [ "$status" = 0 ]; then ${after}; fi
+        exit "$status"
+      `,
+    },
+  );
+}
+
+/**
  * Takes the system's programs that match a shell pattern away from the node, all but those it is left through
  * (`iptables-nft` for one is such a program as well). Returns the function that puts them back.
  */

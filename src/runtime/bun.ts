@@ -1,18 +1,17 @@
 // Bun's own ways: nothing of Node's is loaded for them.
 import { CryptoHasher, type FileSink, spawn } from 'bun';
-import { endGroup, endOrphans, type Execution, type Runtime, stderrLimit } from './runtime.ts';
+import { endGroup, endOrphans, type Execution, type Runtime, stderrLimit, type Stdin } from './runtime.ts';
 
 export const runtime: Runtime = {
   sha512: (text) => new CryptoHasher('sha512').update(text).digest('hex'),
   execute: async (program, argv, execution) => {
-    const { signal, graceMs, input, onText, onStart } = execution;
+    const { signal, graceMs, onText, onStart } = execution;
     const started = start(program, argv, execution);
     if (typeof started === 'string') return { error: started, stderr: '' };
     const end = () => endGroup(started.pid, graceMs);
     if (signal.aborted) end();
     else signal.addEventListener('abort', end, { once: true });
-    onStart?.(started.pid);
-    if (started.stdin !== undefined) void send(started.stdin, input ?? '');
+    onStart(started.pid, started.stdin && stdinOf(started.stdin));
     let stderr = '';
     await Promise.all([
       started.exited,
@@ -31,11 +30,11 @@ export const runtime: Runtime = {
 };
 
 // What could not be started, mostly for want of memory, processes or file descriptors, throws.
-function start(program: string, argv: readonly string[], { input, onText, env }: Execution) {
+function start(program: string, argv: readonly string[], { hasInput, onText, env }: Execution) {
   try {
     return spawn([program, ...argv], {
       // A pipe that nothing goes through takes a millisecond to make.
-      stdin: input === undefined ? 'ignore' : 'pipe',
+      stdin: hasInput ? 'pipe' : 'ignore',
       stdout: onText === undefined ? 'ignore' : 'pipe',
       stderr: 'pipe',
       detached: true,
@@ -46,14 +45,20 @@ function start(program: string, argv: readonly string[], { input, onText, env }:
   }
 }
 
-// A program that ends without reading its input breaks the pipe; its exit status tells why.
-async function send(stdin: FileSink, input: string): Promise<void> {
-  try {
-    await stdin.write(Buffer.from(input, 'latin1'));
-    await stdin.end();
-  } catch {
-    return;
-  }
+// One thing after the other. A program that ends without reading its input breaks the pipe.
+function stdinOf(sink: FileSink): Stdin {
+  let last: Promise<unknown> = Promise.resolve();
+  const then = (step: () => unknown) => {
+    last = last.then(step).catch(() => undefined);
+  };
+  return {
+    write: (text) =>
+      then(async () => {
+        await sink.write(Buffer.from(text, 'latin1'));
+        await sink.flush();
+      }),
+    end: () => then(() => sink.end()),
+  };
 }
 
 async function read(stream: ReadableStream<Uint8Array>, onText: (text: string) => boolean): Promise<void> {

@@ -8,12 +8,12 @@ export const runtime: Runtime = {
     const { createHash } = process.getBuiltinModule('node:crypto');
     return createHash('sha512').update(text).digest('hex');
   },
-  execute: async (program, argv, { signal, graceMs, input, onText, onStart, env }) => {
+  execute: async (program, argv, { signal, graceMs, hasInput, onText, onStart, env }) => {
     const { execa } = await import('execa');
     const start = () =>
       execa(program, argv, {
         reject: false,
-        stdin: input === undefined ? 'ignore' : 'pipe',
+        stdin: hasInput ? 'pipe' : 'ignore',
         stdout: onText === undefined ? 'ignore' : 'pipe',
         stderr: 'pipe',
         encoding: 'latin1',
@@ -35,12 +35,18 @@ export const runtime: Runtime = {
     const end = () => pid !== undefined && endGroup(pid, graceMs);
     if (signal.aborted) end();
     else signal.addEventListener('abort', end, { once: true });
-    if (pid !== undefined) onStart?.(pid);
+    const { stdin } = subprocess;
+    // A program that ends without reading its input breaks the pipe; its exit status tells why.
+    stdin?.on('error', () => undefined);
+    if (pid !== undefined)
+      onStart(
+        pid,
+        stdin === null
+          ? undefined
+          : { write: (text) => stdin.write(Buffer.from(text, 'latin1')), end: () => stdin.end() },
+      );
     const isRead =
       onText === undefined || subprocess.stdout === null ? undefined : read(subprocess.stdout, onText);
-    // A program that ends without reading its input breaks the pipe; its exit status tells why.
-    subprocess.stdin?.on('error', () => undefined);
-    subprocess.stdin?.end(Buffer.from(input ?? '', 'latin1'));
     // The program may be gone before the last of its output has come through.
     const [result] = await Promise.all([subprocess, isRead]);
     signal.removeEventListener('abort', end);

@@ -8,14 +8,20 @@ export interface Execution {
   /** Ends the program, and all of its process group, when it is aborted: SIGTERM, and SIGKILL `graceMs` later. */
   readonly signal: AbortSignal;
   readonly graceMs: number;
-  /** The program's stdin, one byte a character; undefined: an empty one. */
-  readonly input: string | undefined;
+  /** Whether the program gets a stdin; else an empty one. */
+  readonly hasInput: boolean;
   /** Takes stdout as it comes, one byte a character, and says whether to go on; undefined: nobody reads it. */
   readonly onText: ((text: string) => boolean) | undefined;
   /** Added to this process's environment. */
   readonly env: Readonly<Record<string, string>>;
-  /** Runs before the program gets its input: one killed before then has read nothing. */
-  readonly onStart: ((pid: number) => void) | undefined;
+  /** Gets the program's number and stdin once it is started: nothing else writes to that. */
+  readonly onStart: (pid: number, stdin: Stdin | undefined) => void;
+}
+
+/** A program's stdin, one byte a character. What a program that has ended does not read is lost; its ending tells why. */
+export interface Stdin {
+  readonly write: (text: string) => void;
+  readonly end: () => void;
 }
 
 /** How a program ended: with an exit code, by a signal, or not even started because of `error`. */

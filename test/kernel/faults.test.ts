@@ -7,7 +7,7 @@ import { mkdir, readFile, rm, utimes, writeFile } from 'node:fs/promises';
 import { beforeAll, beforeEach, describe, expect, test } from 'vitest';
 import { staleMs } from '../../src/lock.ts';
 import { crowd, faultsOf, type Member, memberConf, queuedCalls, startCall, until } from '../crowd.ts';
-import { bareConf, errorOf, hidePrograms, sandboxChain, stateFiles } from '../footprint.ts';
+import { bareConf, errorOf, hidePrograms, sandboxChain, stateFiles, wrapRestore } from '../footprint.ts';
 import {
   type CallOptions,
   type LabNode,
@@ -136,6 +136,7 @@ const programFaults = (variant: Variant): Fault[] => [
       ...bothTryAgain(/ip6?tables-restore|time/),
     },
   ]),
+  ...runFaults(variant),
   {
     name: 'a read that hangs',
     arrange: broken(onRead('exec sleep 30'), readers[variant]),
@@ -168,6 +169,58 @@ const programFaults = (variant: Variant): Fault[] => [
     del: tryAgain(/nat table/),
   },
 ];
+
+/** Of a run that reads and commits. */
+function runFaults(variant: Variant): Fault[] {
+  const tool = variant === 'nft' ? 'ip6tables-restore' : 'iptables-restore';
+  const run =
+    (script: { readonly before?: string; readonly after?: string }) =>
+    async (node: LabNode): Promise<() => Promise<void>> => {
+      await wrapRestore(node, { variant, tool, ...script });
+      return async () => {
+        await node.sh('rm -rf /run/once');
+        await node.unwrapTool(tool);
+      };
+    };
+  return [
+    {
+      name: `a run of ${tool} that hangs before its commit`,
+      arrange: run({ before: 'exec sleep 30' }),
+      isUnknown: true,
+      ...bothTryAgain(/time/),
+    },
+    {
+      name: `a run of ${tool} that hangs after its commit`,
+      arrange: run({ after: 'sleep 30' }),
+      isUnknown: true,
+      ...bothTryAgain(/time/),
+    },
+    {
+      name: `a run of ${tool} that is always killed`,
+      arrange: run({ before: 'kill -9 0' }),
+      ...bothTryAgain(/SIGKILL|time/),
+    },
+    {
+      name: `a run of ${tool} that is killed once`,
+      arrange: run({ before: 'if mkdir /run/once 2>/dev/null; then kill -9 0; fi' }),
+      ...bothDone,
+    },
+    {
+      name: `a run of ${tool} that is killed once after its commit`,
+      arrange: run({ after: 'if mkdir /run/once 2>/dev/null; then kill -9 0; fi' }),
+      ...bothDone,
+    },
+    {
+      name: `a run of ${tool} that keeps what it prints`,
+      arrange: async (node) => {
+        const repair = await run({})(node);
+        await node.sh(`sed -i 's/"$@"$/"$@" | { sleep 20; cat; }/' ${node.toolFolder}/${tool}`);
+        return repair;
+      },
+      ...bothTryAgain(/time/),
+    },
+  ];
+}
 
 const stateFaults: Fault[] = [
   {

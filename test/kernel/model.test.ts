@@ -9,7 +9,7 @@ import { readdir, readlink } from 'node:fs/promises';
 import { setTimeout as sleep } from 'node:timers/promises';
 import { expect, test } from 'vitest';
 import { until } from '../crowd.ts';
-import { wipe } from '../footprint.ts';
+import { wipe, wrapRestore } from '../footprint.ts';
 import {
   addresses,
   families,
@@ -356,7 +356,15 @@ async function callAndKill(
 ): Promise<Verdict> {
   const { id, netns } = targetOf(where);
   const tool = 'family' in moment ? (moment.family === 'v4' ? 'iptables-restore' : 'ip6tables-restore') : '';
-  if ('family' in moment) await node.wrapTool(tool, killerOf(moment.when));
+  if ('family' in moment) {
+    const { variant } = node;
+    const killer = 'kill -9 $PPID';
+    await wrapRestore(node, {
+      variant,
+      tool,
+      ...(moment.when === 'before' ? { before: `${killer}; exit 1` } : { after: killer }),
+    });
+  }
   // What it warns of is not for the reader of the test.
   const child = node.start(['sh', '-c', `exec ${portmapBin} 2>&1`], {
     env: {
@@ -384,19 +392,6 @@ async function callAndKill(
   if ('family' in moment) await node.unwrapTool(tool);
   return exitCode === 0 ? 'done' : 'killed';
 }
-
-/** An iptables-restore that kills its caller when it is to change something. */
-const killerOf = (when: 'before' | 'after'): string => `
-  if [ "$1" = --version ]; then exec $REAL "$@"; fi
-  text=$(cat)
-  run() { printf '%s\\n' "$text" | $REAL "$@"; }
-  case $text in *'
--S '*)
-    run "$@"
-    exit ;;
-  esac
-  ${when === 'after' ? 'run "$@"' : ''}
-  kill -9 $PPID`;
 
 /** How many processes live in the node's own network namespace; one of them holds it. */
 async function processesIn(node: LabNode): Promise<number> {
