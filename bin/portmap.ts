@@ -60,7 +60,8 @@ async function serve(call: Call, say: (text: string) => void): Promise<number> {
     limit: () => undefined,
     budget: graceBudget(call.budget.isTold() ? endedUndoMs : undoMs),
   });
-  if (undone.status !== 0)
+  if (undone.status === 0) say('the mappings of this ADD were taken back');
+  else
     say(
       `the mappings of this ADD are still there, DEL removes them: ${undone.output.replaceAll(/\s+/g, ' ')}`,
     );

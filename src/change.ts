@@ -4,7 +4,7 @@ import { PortmapError, systemCode } from './errors.ts';
 import { withLock } from './lock.ts';
 import type { Budget } from './budget.ts';
 import { drop, hashOf, newRequest, type Request } from './queue.ts';
-import { openState, sandboxFiles, type StateFolder } from './state.ts';
+import { openState, sandboxFiles, type StateFolder, statePath } from './state.ts';
 
 /** What a step needs of the call it is part of. */
 export interface Surroundings {
@@ -52,7 +52,7 @@ async function changeAlone(
   problem: string,
 ): Promise<readonly string[]> {
   call.warn(
-    `state folder: ${problem}; working without it: set PORTMAP_STATE_DIR to a folder that root can write`,
+    `state folder ${statePath()}: ${problem}; working without it: make room in it, or set PORTMAP_STATE_DIR to another folder of root's own`,
   );
   return submit(request, undefined, call.budget);
 }

@@ -1,6 +1,6 @@
 // What a mapping needs of the node beside its rules: route_localnet on the way to the container, and no UDP or SCTP
 // flow that still goes where an older rule sent it. Never a reason to fail: what goes wrong is a warning.
-import { readFileSync, writeFileSync } from 'node:fs';
+import { existsSync, readFileSync, writeFileSync } from 'node:fs';
 import { type Address, families, isInNetwork, readAddress } from './address.ts';
 import { boundAddress, mappingsOf } from './chain.ts';
 import type { AttachmentConfig, PortMapping } from './netconf.ts';
@@ -34,6 +34,28 @@ export function allowLoopback(config: AttachmentConfig): string[] {
       `route_localnet: ${path} can't be set: ${error instanceof Error ? error.message : String(error)}`,
     ];
   }
+}
+
+/**
+ * Warns of what the kernel will never use as it is: a host address that the node does not have, a network namespace that
+ * is not there. Neither is an error, for either may come later.
+ */
+export function doubtsOf(config: AttachmentConfig, netns: string): string[] {
+  const bound = config.mappings.flatMap((mapping) => boundAddress(mapping) ?? []);
+  const foreign = bound.length === 0 ? [] : bound.filter((address) => !isLocal(address));
+  return [
+    ...new Set(
+      foreign.map(
+        ({ text }) =>
+          `hostIP: ${text} is no address of this node: the mapping has no effect until it becomes one`,
+      ),
+    ),
+    ...(netns === '' || existsSync(netns)
+      ? []
+      : [
+          `CNI_NETNS: ${netns} does not exist: the container counts as dead, and its mappings may be removed`,
+        ]),
+  ];
 }
 
 function isReachedOverLoopback(mapping: PortMapping): boolean {

@@ -50,7 +50,7 @@ export function readAddresses(
     throw new PortmapError(
       'CONFIG',
       `prevResult.cniVersion: ${show(resultVersion)} does not go with cniVersion ${show(version)}`,
-      `results of that version carry one of ${JSON.stringify(family)}`,
+      `results of that version carry one of ${JSON.stringify(family)}; a netconf without cniVersion is of version 0.1.0`,
     );
   const found =
     version === '0.1.0' || version === '0.2.0' ? singleAddresses(result) : listedAddresses(result, ifname);

@@ -25,11 +25,11 @@ export async function addSandbox(conf: NetConf, variables: CniVariables, call: S
     }
     return;
   }
-  const [{ changeSandbox }, { allowLoopback, dropStaleFlows }] = await Promise.all([
+  const [{ changeSandbox }, { allowLoopback, doubtsOf, dropStaleFlows }] = await Promise.all([
     import('./change.ts'),
     import('./host.ts'),
   ]);
-  for (const warning of allowLoopback(attachment)) call.warn(warning);
+  for (const warning of [...doubtsOf(attachment, netns), ...allowLoopback(attachment)]) call.warn(warning);
   const add = {
     verb: 'ADD',
     // Another call, in another folder, asks later whether it is still there.
@@ -91,8 +91,8 @@ async function knowledgeOf(
   return { config: recorded?.config ?? readRemnants(network, ifname), hasFolder };
 }
 
-// Says whether the state folder has anything on a sandbox, or can't be asked.
-function isKnown(network: string, containerId: string): boolean {
+/** Says whether the state folder has anything on a sandbox, or can't be asked. */
+export function isKnown(network: string, containerId: string): boolean {
   const state = openState(false);
   return 'problem' in state
     ? state.problem !== undefined

@@ -114,7 +114,10 @@ function dispatchShadows(scene: Scene, wanted: SandboxRules, parts: readonly Par
     const open = parts.filter(({ mapping }) => !served.has(`${mapping.protocol} ${mapping.hostPort}`));
     if (line === undefined) return shadows(scene, dispatchChain, [rule], open, { flowsOf, effect });
     const mappings = open.map(({ mapping }) => mapping);
-    const taken = contested(family, observed, line, mappings);
+    const taken = contested(family, observed, line, mappings).filter(
+      ({ protocol, hostPort }) =>
+        line.ports.length === 0 || (protocol === line.protocol && line.ports.includes(hostPort)),
+    );
     if (taken.length === 0) return [];
     // Not known yet, and judged by its line alone.
     if (!observed.chains.has(line.chain) && !observed.absent.has(line.chain)) unread.add(line.chain);

@@ -17,6 +17,7 @@ import {
   readFileSync,
   renameSync,
   rmSync,
+  type Stats,
   unlinkSync,
   writeSync,
 } from 'node:fs';
@@ -68,7 +69,7 @@ export interface NoStateFolder {
 
 /**
  * Opens the state folder, and makes it if asked to. The problem of one that can't be used is that it is no folder, a
- * symbolic link, another user's, or can't be made.
+ * symbolic link, another user's, open to others, or can't be made.
  */
 export function openState(create: boolean): StateFolder | NoStateFolder {
   const path = statePath();
@@ -82,12 +83,17 @@ export function openState(create: boolean): StateFolder | NoStateFolder {
       const stat = lstatSync(folder);
       if (!stat.isDirectory()) return { problem: `${folder}: not a folder` };
       if (stat.uid !== process.geteuid?.()) return { problem: `${folder}: belongs to user ${stat.uid}` };
+      if (isOpenToOthers(stat)) return { problem: `${folder}: others can write to it: chmod 700 ${folder}` };
     }
     return { path, queue };
   } catch (error) {
     if (systemCode(error) === 'ENOENT' && !create) return { problem: undefined };
     return { problem: `${path}: ${error instanceof Error ? error.message : String(error)}` };
   }
+}
+
+function isOpenToOthers({ mode, gid }: Stats): boolean {
+  return (mode & 0o002) !== 0 || ((mode & 0o020) !== 0 && gid !== process.getegid?.());
 }
 
 function makeFolder(path: string): void {

@@ -58,12 +58,30 @@ export async function checkSandbox(
   const onProblem = (problem: string) => call.warn(`state folder: ${problem}; looking without a lock`);
   const findings =
     record === undefined ? await look() : await withLockIfPossible(record, call.budget, onProblem, look);
-  if (findings.length > 0)
-    throw new PortmapError(
-      'CHECK',
-      findings.join('; '),
-      'another program changed the nat table, or an ADD was lost: any ADD repairs the shared chains, "portmap reapply" puts back the sandbox’s own. A port that an earlier rule takes is a newer container’s or another program’s: stop that one, or map another port',
-    );
+  if (findings.length > 0) throw new PortmapError('CHECK', findings.join('; '), adviceFor(findings));
+}
+
+const isTaken = (finding: string): boolean => finding.includes(': an earlier rule takes ');
+const isContainers = (finding: string): boolean => finding.includes(` -j ${sandboxPrefix}`);
+
+// What to do about these findings, each kind once.
+function adviceFor(findings: readonly string[]): string {
+  const taken = findings.filter(isTaken);
+  return [
+    ...(findings.every(isTaken)
+      ? []
+      : [
+          'another program changed the nat table, or an ADD was lost: any ADD repairs the shared chains, "portmap reapply" puts back the sandbox’s own',
+        ]),
+    ...(taken.some(isContainers)
+      ? [
+          'another container has the port, and "portmap list" shows which: stop it, or map another port; if it is gone already, "portmap reapply" removes it',
+        ]
+      : []),
+    ...(taken.some((finding) => !isContainers(finding))
+      ? ['another program’s rule comes first: remove or narrow it, or map another port']
+      : []),
+  ].join('. ');
 }
 
 async function checkTables(
@@ -184,6 +202,7 @@ export async function collectGarbage(network: NetworkConf, call: Surroundings): 
     );
   };
   const answers = await commitTogether(makeRequests, folder, call);
+  for (const warning of answers.flatMap(({ warnings }) => warnings)) call.warn(warning);
   const problems = answers.flatMap(({ error }) => (error === undefined ? [] : [error.message]));
   if (problems.length > 0)
     throw new PortmapError('BUSY', `rules may be left: ${problems.join('; ')}`, 'repeat GC');

@@ -70,7 +70,9 @@ export async function runCommand(argv: readonly string[], terminal: Terminal): P
     .demandCommand(1, 'name a command')
     .strict()
     .version(version)
+    .alias('version', 'v')
     .help()
+    .alias('help', 'h')
     .wrap(100)
     .exitProcess(false)
     .fail((message, error) => {

@@ -2,12 +2,13 @@
 import { PortmapError } from '../errors.ts';
 import { planBatch } from '../plan.ts';
 import { readNetConf } from '../netconf.ts';
-import { readJson, readName, readVersion } from '../network.ts';
+import { hasMappings, readJson, readName, readVersion } from '../network.ts';
 import type { Budget } from '../budget.ts';
 import { newRequest } from '../queue.ts';
 import { readVariables } from '../environment.ts';
 import { familiesOf } from '../chain.ts';
 import { renderTransaction } from '../restore.ts';
+import { isKnown } from '../sandbox.ts';
 import { openState } from '../state.ts';
 import { tableKey } from '../target.ts';
 
@@ -33,6 +34,8 @@ export async function planChange(
   const network = { name: readName(raw), cniVersion: readVersion(raw), raw };
   const state = openState(false);
   const context = { budget: terminal.budget, state: 'problem' in state ? undefined : state };
+  if (verb === 'del' && !hasMappings(raw) && !isKnown(network.name, containerId))
+    return '# nothing to do: no record of this sandbox, and no mappings in the netconf: give it a mapping, and DEL looks into the kernel';
   const conf = verb === 'add' ? readNetConf(network, ifname) : undefined;
   for (const warning of conf?.warnings ?? []) terminal.warn(warning);
   if (conf !== undefined && familiesOf(conf.attachment).length === 0)

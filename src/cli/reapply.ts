@@ -10,7 +10,7 @@ import { openState, statePath } from '../state.ts';
 
 /**
  * Puts back the rules of every live recorded sandbox, and removes those of dead ones, in one transaction a table.
- * @throws PortmapError IO without a usable state folder; the first failure of a sandbox after all others were done.
+ * @throws PortmapError IO without a usable state folder; what failed, by sandbox, after all others were done.
  */
 export async function reapplyRecords(terminal: {
   readonly budget: Budget;
@@ -32,10 +32,22 @@ export async function reapplyRecords(terminal: {
     state,
     terminal,
   );
-  for (const warning of answers.flatMap(({ warnings }) => warnings)) terminal.warn(warning);
-  const failed = answers.flatMap(({ error }) => error ?? []);
-  if (failed[0] !== undefined) throw failed[0];
+  for (const { request, warnings } of answers)
+    for (const warning of warnings) terminal.warn(`${nameOf(request)}: ${warning}`);
+  const failed = answers.flatMap(({ request, error }) => (error === undefined ? [] : [{ request, error }]));
+  const [first] = failed;
+  if (first !== undefined)
+    throw new PortmapError(
+      first.error.code,
+      failed.map(({ request, error }) => `${nameOf(request)}: ${error.message}`).join('; '),
+      `all others were put back; repair what is named, or restart the container, then repeat: ${first.error.details}`,
+      { cause: first.error },
+    );
   return `${counts.kept} sandbox(es) put back, ${counts.dropped} dead one(s) dropped`;
+}
+
+function nameOf({ containerId, network }: Request): string {
+  return `container ${containerId} on network ${network}`;
 }
 
 // In the place it had among all, so that the newest owner of a port is in front again.
