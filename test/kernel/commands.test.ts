@@ -1,6 +1,6 @@
 // The commands for people: what they print, and that those which only look change nothing.
 import { expect, test } from 'vitest';
-import { bareConf, hidePrograms, port, sandboxChain, stateFiles, wipe } from '../footprint.ts';
+import { bareConf, forBoth, hidePrograms, port, sandboxChain, stateFiles, wipe } from '../footprint.ts';
 import {
   addresses,
   cniVersions,
@@ -195,6 +195,31 @@ describeVariants({}, ({ variant, node, c1, c2 }) => {
     const done = await portmap(['reapply']);
     expect(idle).toMatchObject({ exitCode: 0, stdout: expect.stringContaining('nothing to do') });
     expect(done).toMatchObject({ exitCode: 0, stderr: '', stdout: expect.stringMatching(/^1 sandbox/) });
+  });
+
+  test('plan del says that DEL does nothing where it does nothing: without a record and without mappings', async () => {
+    await node.expectPlugin('ADD', netconf(c1, [port(8080)]), c1, { bin: upstreamBin });
+    const rules = await node.allRules();
+    expect((await plan('del', bareConf)).stdout).toMatch(/^# nothing to do: no record .* no mappings/);
+    await node.expectPlugin('DEL', bareConf, c1);
+    expect(await node.allRules()).toBe(rules);
+  });
+
+  test('reapply names the sandbox it warns of, and the one it could not put back, after the others', async () => {
+    const external = { externalSetMarkChain: 'MARKS' };
+    await node.sh(forBoth('$t -N MARKS'));
+    await node.expectPlugin('ADD', netconf(c1, [port(8081)], external), c1);
+    await node.expectPlugin('ADD', netconf(c2, [port(8080)]), c2);
+    const third = { ...c2, id: 'third' };
+    await node.expectPlugin('ADD', netconf(third, [port(8080)]), third);
+    await node.sh(forBoth('$t -F; $t -X'));
+    const { exitCode, stderr } = await portmap(['reapply']);
+    expect(exitCode, stderr).toBe(1);
+    expect(stderr).toMatch(new RegExp(`warning: container third on network lab: .*container ${c2.id} `));
+    expect(stderr).toMatch(
+      new RegExp(`^portmap: container ${c1.id} on network lab: .*"MARKS" is missing`, 'm'),
+    );
+    for (const target of [c2, third]) expect(await node.allRules()).toContain(sandboxChain('lab', target.id));
   });
 
   if (variant === 'legacy')

@@ -247,6 +247,10 @@ const stateFaults: Fault[] = [
     name: "a state folder that is another user's",
     arrange: replaced('mkdir /run/portmap; chown 1234 /run/portmap'),
   },
+  {
+    name: 'a state folder that others can write',
+    arrange: replaced('mkdir -m 777 /run/portmap'),
+  },
 ].map((fault) => ({ ...fault, ...bothDone, warns: /state folder/ }));
 
 function mounted(type: string, then = ':') {

@@ -170,6 +170,17 @@ describeVariants({ serving: ['tcp'] }, ({ variant, node, c1 }) => {
     }
   });
 
+  test('R42: a host address that the node does not have, or a namespace that is not there, is a warning', async () => {
+    const foreign = await node.expectPlugin('ADD', netconf(c1, [port(8080, 'tcp', '203.0.113.99')]), c1);
+    const here = await node.expectPlugin('ADD', netconf(c1, [port(8080, 'tcp', addresses.node.v4)]), c1);
+    const nowhere = await node.expectPlugin('ADD', netconf(c1, [port(8080)]), c1, {
+      netns: '/run/netns/none',
+    });
+    expect(foreign.stderr).toContain('hostIP: 203.0.113.99 is no address of this node');
+    expect(here.stderr).toBe('');
+    expect(nowhere.stderr).toContain('CNI_NETNS: /run/netns/none does not exist');
+  });
+
   test('R43: a mapping of ::1 is a warning; the other addresses of the node work beside it', async () => {
     const alone = await node.expectPlugin('ADD', netconf(c1, [port(8080, 'tcp', '::1')]), c1);
     const captured = await node.rules('v6');
