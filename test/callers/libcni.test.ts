@@ -4,6 +4,7 @@ import { execa } from 'execa';
 import { mkdir, writeFile } from 'node:fs/promises';
 import { fileURLToPath } from 'node:url';
 import { afterAll, afterEach, beforeAll, describe, expect, test } from 'vitest';
+import * as z from 'zod';
 import { addresses, type LabNode, openNode, type Outcome, type PortMapping, variants } from '../lab.ts';
 import { installPlugins, leftovers, pluginFolder, wipe } from './plugins.ts';
 
@@ -79,6 +80,8 @@ beforeAll(async () => {
       `the libcni caller needs golang-go and golang-github-appc-cni-dev: ${build.shortMessage}\n${build.stderr}`,
     );
 });
+
+const stormReport = z.object({ adds: z.number(), dels: z.number(), errors: z.array(z.string()) });
 
 describe.each(variants)('libcni, iptables-%s', (variant) => {
   let node: LabNode;
@@ -245,7 +248,13 @@ describe.each(variants)('libcni, iptables-%s', (variant) => {
       capabilities: { portMappings: mappings.slice(0, 2) },
       args: ['10', '11', '8'],
     });
-    expect(report).toEqual({ adds: 10, dels: 110, errors: [] });
+    // The bridge plugin, which comes after portmap in a DEL, has a race of its own: two that see the interface, and one that
+    // deletes it.
+    const ofBridge =
+      /^round \d+: plugin type="bridge" failed \(delete\): failed to delete "eth0": no such device$/;
+    const { errors, ...counts } = stormReport.parse(report);
+    expect(errors.filter((error) => !ofBridge.test(error))).toEqual([]);
+    expect(counts).toEqual({ adds: 10, dels: 110 });
     expect(await answers(), await node.allRules()).toEqual(closed);
     await expectNothingLeft();
   });
