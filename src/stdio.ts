@@ -124,10 +124,9 @@ function tryWrite(file: number, bytes: Buffer): number {
   }
 }
 
-// Of all else only a socket keeps a writer waiting, for what is more than it holds. A short text takes no thread: the few
-// there are may wait for stdin.
+// Of all else only a socket keeps a writer waiting. There are two threads at least, and one may wait for stdin.
 async function writeSome(file: number, bytes: Buffer, over: AbortSignal): Promise<number> {
-  if (bytes.length <= chunkBytes || !fstatSync(file).isSocket()) return tryWrite(file, bytes);
+  if (!fstatSync(file).isSocket()) return tryWrite(file, bytes);
   const count = await Promise.race([
     inThread((done) => write(file, bytes, 0, bytes.length, null, done)),
     aborted(over),
