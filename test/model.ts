@@ -297,8 +297,21 @@ function textOf(chains: ReadonlyMap<string, readonly string[]>): string {
   return [...chains]
     .filter(([chain, rules]) => rules.length > 0 || chain.startsWith('CNI-'))
     .toSorted(([one], [other]) => (one < other ? -1 : 1))
-    .flatMap(([chain, rules]) => [`${chain}:`, ...rules.map((rule) => `  ${rule}`)])
+    .flatMap(([chain, rules]) => [`${chain}:`, ...sorted(rules).map((rule) => `  ${rule}`)])
     .join('\n');
+}
+
+const target = (rule: string | undefined): string | undefined => / -j (CNI-DN-\S+)$/.exec(rule ?? '')?.[1];
+
+// The lines that lead to one sandbox are for different packets: their order among themselves means nothing.
+function sorted(rules: readonly string[]): string[] {
+  const runs: string[][] = [];
+  for (const rule of rules) {
+    const run = runs.at(-1);
+    if (run !== undefined && target(rule) !== undefined && target(rule) === target(run[0])) run.push(rule);
+    else runs.push([rule]);
+  }
+  return runs.flatMap((run) => run.toSorted());
 }
 
 function dispatchLines(family: Family, { attachments }: Sandbox): string[] {
