@@ -18,7 +18,7 @@ process.on('unhandledRejection', fail);
 await main();
 
 async function main(): Promise<void> {
-  const { budget, limit } = startBudget();
+  const { budget, limit, close } = startBudget();
   const readInput = once(() => readStdin(budget));
   let said: Promise<unknown> | undefined;
   const say = (text: string) => {
@@ -27,6 +27,8 @@ async function main(): Promise<void> {
   const warn = (text: string) => say(`warning: ${text}`);
   const end = async (status: number) => {
     if (said !== undefined) await Promise.race([said, pause(unreadMs)]);
+    // What was started beside what has failed may still run.
+    close();
     exit(status);
   };
   if ((process.env['CNI_COMMAND'] ?? '') !== '') {
@@ -73,7 +75,7 @@ function pause(milliseconds: number): Promise<void> {
 }
 
 // The one clock of the call: its signal ends every wait, whether the time is up or the runtime says so.
-function startBudget(): { budget: Budget; limit: (seconds: number) => void } {
+function startBudget(): { budget: Budget; limit: (seconds: number) => void; close: () => void } {
   const controller = new AbortController();
   const started = performance.now() - process.uptime() * 1000;
   const began = Math.max(started, 0);
@@ -107,6 +109,7 @@ function startBudget(): { budget: Budget; limit: (seconds: number) => void } {
       isTold: () => isTold,
     },
     limit,
+    close: () => controller.abort(new PortmapError('BUSY', 'the call is over')),
   };
 }
 

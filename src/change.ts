@@ -1,9 +1,10 @@
 // One change of one sandbox, from its lock to its commit; without lock and queue where the state folder is no use.
-import { submit } from './commit.ts';
+import { commitLock, submit } from './commit.ts';
 import { PortmapError, systemCode } from './errors.ts';
 import { withLock } from './lock.ts';
 import type { Budget } from './budget.ts';
 import { drop, hashOf, newRequest, type Request } from './queue.ts';
+import { removeRecord } from './record.ts';
 import { openState, sandboxFiles, type StateFolder, statePath } from './state.ts';
 
 /** What a step needs of the call it is part of. */
@@ -35,14 +36,19 @@ async function changeInTurn(
   call: Surroundings,
   state: StateFolder,
 ): Promise<readonly string[]> {
+  const { change } = request;
   const record = sandboxFiles(state, hashOf(request)).record;
   try {
-    return await withLock(record, call.budget, () => submit(request, state, call.budget));
+    const work = () => submit(request, state, call.budget);
+    return await withLock(record, call.budget, work, commitLock(state));
   } catch (error) {
     // A full or read-only folder must not keep a container from its network.
     if (error instanceof PortmapError || systemCode(error) === '') throw error;
     drop(state, request);
-    return changeAlone(request, call, error instanceof Error ? error.message : String(error));
+    const warnings = await changeAlone(request, call, error instanceof Error ? error.message : String(error));
+    // To remove a file takes no room.
+    if (change.verb === 'DEL') removeRecord(state, hashOf(request));
+    return warnings;
   }
 }
 

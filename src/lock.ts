@@ -93,7 +93,8 @@ export async function tryLock(watch: LockWatch): Promise<HeldLock | undefined> {
 }
 
 /**
- * Runs `work` while holding the lock on `file`.
+ * Runs `work` while holding the lock on `file`. The lock on `next`, which will be needed then, ages meanwhile if nobody
+ * holds it.
  * @throws PortmapError BUSY, naming the lock and its holder, when the budget ends before the lock is had. Throws what
  * the system says when there can be no lock.
  */
@@ -101,8 +102,9 @@ export async function withLock<T>(
   file: string,
   budget: Budget,
   work: (held: HeldLock) => Promise<T>,
+  next?: string,
 ): Promise<T> {
-  const held = await takeLock(file, budget);
+  const held = await takeLock(file, budget, next);
   try {
     return await work(held);
   } finally {
@@ -135,11 +137,13 @@ export async function withLockIfPossible<T>(
   }
 }
 
-async function takeLock(file: string, budget: Budget): Promise<HeldLock> {
+async function takeLock(file: string, budget: Budget, next?: string): Promise<HeldLock> {
   const watch = watchLock(file);
+  const later = next === undefined ? undefined : watchLock(next);
   for (let wait = 4; ; wait = Math.min(wait * 2, 60)) {
     const held = await tryLock(watch);
     if (held !== undefined) return held;
+    if (later !== undefined) noteSilence(later);
     await sleep(wait * (0.5 + Math.random()), budget);
     if (budget.signal.aborted) throw lockBusy(file);
   }
@@ -148,7 +152,8 @@ async function takeLock(file: string, budget: Budget): Promise<HeldLock> {
 /** The error for a lock that was not had in time. */
 export function lockBusy(file: string): PortmapError {
   const { lock, holder } = lockPaths(file);
-  const pid = readHolder(readState(holder))[0]?.pid;
+  const processes = readHolder(readState(holder));
+  const pid = (processes.find(isSeenRunning) ?? processes[0])?.pid;
   return new PortmapError(
     'BUSY',
     `${lock}: held by ${pid === undefined ? 'an unknown process' : `process ${pid}`} for the whole time this call has`,
@@ -176,8 +181,12 @@ function heldLock({ holder, seen }: LockPaths, release: () => void): HeldLock {
   note(processId('self'));
   return {
     cover: (pid) => {
-      const child = processId(pid);
-      note(child && { ...child, isGroup: true });
+      try {
+        const child = processId(pid);
+        note(child && { ...child, isGroup: true });
+      } catch {
+        // In a full folder the lock does not cover the child, which is no reason to do nothing at all.
+      }
     },
     release: () => {
       // The name goes first: a name without a lock is nothing, a lock with a dead name would be broken.
@@ -218,12 +227,28 @@ function breakDeadLock(paths: LockPaths): boolean {
 function breakSilentLock(watch: LockWatch, paths: LockPaths): boolean {
   const identity = identityOf(paths.lock);
   const holder = readHolder(readState(paths.holder));
-  if (identity === undefined || holder.some(isSeenRunning)) return false;
+  if (identity === undefined) return false;
+  const [owner, ...children] = holder;
+  if (owner !== undefined && isSeenRunning(owner)) return false;
+  if (children.some(isSeenRunning)) {
+    // Nobody waits for the end of what a dead call has started, and no transaction takes that long.
+    if (uptimeMs() - seenSince(identity, watch, paths) >= staleMs) endChildren(children);
+    return false;
+  }
   if (uptimeMs() - seenSince(identity, watch, paths) < (holder.length === 0 ? namelessMs : staleMs))
     return false;
   removeState(paths.holder);
   removeState(paths.seen);
   return removeOdd(paths.lock);
+}
+
+function endChildren(children: readonly ProcessId[]): void {
+  for (const { pid } of children.filter(isSeenRunning))
+    try {
+      process.kill(-pid, 'SIGKILL');
+    } catch {
+      // It has ended meanwhile.
+    }
 }
 
 // Since when a lock is just as it is. Calls may be shorter than it takes to tell that a holder is gone, so one that sees
@@ -242,6 +267,16 @@ function seenSince(identity: string, watch: LockWatch, paths: LockPaths): number
       // Then the next call begins anew.
     }
   return watch.seen.sinceMs;
+}
+
+// Notes a lock that nobody may hold, for the time when it is waited for.
+function noteSilence(watch: LockWatch): void {
+  if (performance.now() < watch.nextLookMs) return;
+  watch.nextLookMs = performance.now() + lookMs;
+  const paths = lockPaths(watch.file);
+  const identity = identityOf(paths.lock);
+  if (identity !== undefined && !readHolder(readState(paths.holder)).some(isSeenRunning))
+    seenSince(identity, watch, paths);
 }
 
 function identityOf(path: string): string | undefined {
