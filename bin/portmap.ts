@@ -59,6 +59,7 @@ async function serve(call: Call, say: (text: string) => void): Promise<number> {
   const undone = await answer({
     ...call,
     environment: { ...call.environment, CNI_COMMAND: 'DEL' },
+    isUndo: true,
     limit: () => undefined,
     budget: graceBudget(call.budget.isTold() ? endedUndoMs : undoMs),
   });

@@ -22,6 +22,8 @@ export interface Call {
   /** Bounds the rest of the call to so many seconds after its start. */
   readonly limit: (seconds: number) => void;
   readonly budget: Budget;
+  /** Set for the DEL that takes back what an ADD of this process has made, and no more than that. */
+  readonly isUndo?: boolean;
   /** Takes a warning for people. */
   readonly warn: (text: string) => void;
 }

@@ -21,8 +21,17 @@ export interface ProcessId {
 export function processId(pid: number | 'self'): ProcessId | undefined {
   const stat = readStat(pid);
   if (stat?.started === undefined || !stat.isAlive) return undefined;
-  return { pid: stat.pid, started: stat.started, namespace: readlinkSync('/proc/self/ns/pid') };
+  return { pid: stat.pid, started: stat.started, namespace: namespaceOf(stat.pid, pid) };
 }
+
+// Where /proc is that of another pid namespace, its numbers are not those that a process gives and gets.
+function namespaceOf(shown: number, asked: number | 'self'): string {
+  return asked === 'self' && shown !== process.pid
+    ? `${unseen} ${process.pid}`
+    : readlinkSync('/proc/self/ns/pid');
+}
+
+const unseen = 'not that of /proc';
 
 interface Stat {
   readonly pid: number;
@@ -55,7 +64,7 @@ function readStat(pid: number | string): Stat | undefined {
  */
 export function isRunning(process: ProcessId): boolean {
   try {
-    if (processId('self')?.namespace !== process.namespace) return ageMs(process) < longestCallMs;
+    if (!isHere(process)) return ageMs(process) < longestCallMs;
     const found = processId(process.pid);
     if (found === undefined) return process.isGroup === true && isGroupAlive(process.pid);
     return found.started === process.started;
@@ -66,7 +75,11 @@ export function isRunning(process: ProcessId): boolean {
 
 /** Says whether this process can see that the other runs: never for one of another pid namespace. */
 export function isSeenRunning(process: ProcessId): boolean {
-  return processId('self')?.namespace === process.namespace && isRunning(process);
+  return isHere(process) && isRunning(process);
+}
+
+function isHere({ namespace }: ProcessId): boolean {
+  return !namespace.startsWith(unseen) && processId('self')?.namespace === namespace;
 }
 
 /** A process as a part of a file's name. */

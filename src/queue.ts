@@ -42,7 +42,12 @@ export interface Request {
   readonly order: number;
   readonly change:
     | { readonly verb: 'ADD'; readonly attachment: Attachment; readonly onConflict: 'warn' | 'fail' }
-    | { readonly verb: 'DEL'; readonly ifname: string };
+    | {
+        readonly verb: 'DEL';
+        readonly ifname: string;
+        /** Only what the request with this token has made. */
+        readonly of?: string | undefined;
+      };
 }
 
 /** What a request came to. */
@@ -58,13 +63,14 @@ export function hashOf(request: Pick<Request, 'network' | 'containerId'>): strin
 
 /** A request of this process. */
 export function newRequest(network: string, containerId: string, change: Request['change']): Request {
+  const token = ownName();
   return {
     network,
     containerId,
-    token: ownName(),
+    token,
     owner: processId('self'),
     order: uptimeMs() * 1000,
-    change,
+    change: change.verb === 'DEL' ? change : { ...change, attachment: { ...change.attachment, token } },
   };
 }
 
@@ -94,7 +100,15 @@ export function claim(state: StateFolder, own?: Request): Request[] {
     removeState(taken);
     return [];
   });
-  return inOrder(requests);
+  const undos = names
+    .filter((name) => name.endsWith('.undo'))
+    .flatMap((name) => {
+      const request = readRequest(readState(join(state.queue, name)));
+      if (request !== undefined && undoFile(state, request) === join(state.queue, name)) return [request];
+      removeState(join(state.queue, name));
+      return [];
+    });
+  return inOrder([...requests, ...undos]);
 }
 
 // When none is waiting, what is taken was left by a killed process.
@@ -117,7 +131,12 @@ export function inOrder(requests: readonly Request[]): Request[] {
 
 /** Says whether a request in this process's hands is still the one its owner wants: none came after it. */
 export function isWanted(state: StateFolder, request: Request): boolean {
-  return isTaken(state, request) && !isPresent(sandboxFiles(state, hashOf(request)).request);
+  if (isUndo(request)) return isPresent(undoFile(state, request));
+  return (
+    isTaken(state, request) &&
+    !isPresent(sandboxFiles(state, hashOf(request)).request) &&
+    !isPresent(undoFile(state, { ...request, token: `${request.token}${undoMark}` }))
+  );
 }
 
 /**
@@ -127,11 +146,12 @@ export function isWanted(state: StateFolder, request: Request): boolean {
 export function hasOrphans(state: StateFolder): boolean {
   const here = JSON.stringify(processId('self')?.namespace ?? '');
   return readdirSync(state.queue).some((name) => {
+    if (name.endsWith('.undo')) return true;
     const text = name.endsWith('.request') ? readState(join(state.queue, name)) : undefined;
     if (text === undefined) return false;
     // Looked at as text: while a storm lasts, many wait whose turn will come.
     const pid = text.includes(`"namespace":${here}`) ? /"pid":(\d+)/.exec(text)?.[1] : undefined;
-    return text.includes(`${undoMark}"`) || (pid !== undefined && !isPresent(`/proc/${pid}`));
+    return pid !== undefined && !isPresent(`/proc/${pid}`);
   });
 }
 
@@ -167,7 +187,7 @@ const undoMark = '-undo';
 
 /** Puts back requests that this process has no time for; newer ones for the same sandbox stay. */
 export function giveBack(state: StateFolder, requests: readonly Request[]): void {
-  for (const request of requests) {
+  for (const request of requests.filter((one) => !isUndo(one))) {
     const taken = sandboxFiles(state, hashOf(request)).taken;
     try {
       linkSync(taken, sandboxFiles(state, hashOf(request)).request);
@@ -195,7 +215,8 @@ export function finish(state: StateFolder, request: Request, answer: Answer): vo
 
 /** Ends a request in this process's hands of which nobody asks what became of it. */
 export function discard(state: StateFolder, request: Request): void {
-  if (isTaken(state, request)) removeState(sandboxFiles(state, hashOf(request)).taken);
+  if (isUndo(request)) removeState(undoFile(state, request));
+  else if (isTaken(state, request)) removeState(sandboxFiles(state, hashOf(request)).taken);
 }
 
 /** The answer to a request of this process that is no longer queued. */
@@ -224,11 +245,23 @@ export function withdraw(state: StateFolder, request: Request): 'withdrawn' | 't
   return isPresent(files.taken) ? 'taken' : 'finished';
 }
 
-/** Leaves a DEL behind for an ADD that failed and may have left something. */
+/**
+ * Leaves a DEL behind for an ADD that failed and may have left something. It has a file of its own, for requests of the
+ * sandbox that come later don't replace it, and removes nothing that they have made.
+ */
 export function undoLater(state: StateFolder, request: Request): void {
   if (request.change.verb === 'DEL') return;
   const { ifname } = request.change.attachment;
-  enqueue(state, { ...request, token: `${request.token}${undoMark}`, change: { verb: 'DEL', ifname } });
+  const undo: Request = {
+    ...request,
+    token: `${request.token}${undoMark}`,
+    change: { verb: 'DEL', ifname, of: request.token },
+  };
+  writeState(undoFile(state, undo), JSON.stringify(undo));
+}
+
+function undoFile(state: StateFolder, { token, ...request }: Request): string {
+  return join(state.queue, `${hashOf(request)}.${token.slice(0, -undoMark.length)}.undo`);
 }
 
 function isAbandoned(request: Request): boolean {
@@ -297,7 +330,7 @@ const requestSchema = once(() =>
         attachment: attachmentSchema(),
         onConflict: z.enum(['warn', 'fail']),
       }),
-      z.object({ verb: z.literal('DEL'), ifname: z.string() }),
+      z.object({ verb: z.literal('DEL'), ifname: z.string(), of: z.optional(z.string()) }),
     ]),
   }),
 );

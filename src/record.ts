@@ -16,6 +16,10 @@ export interface Attachment {
   /** The path the runtime gave; empty when it gave none. */
   readonly netns: string;
   readonly config: AttachmentConfig;
+  /** Of the request that has made it. */
+  readonly token?: string | undefined;
+  /** The pid namespace in which a path below /proc was given. */
+  readonly namespace?: string | undefined;
 }
 
 /** What is installed for one container on one network. The newest attachment comes first. */
@@ -74,6 +78,8 @@ export const attachmentSchema = once(() => {
   return z.object({
     ifname: z.string(),
     netns: z.string(),
+    token: z.optional(z.string()),
+    namespace: z.optional(z.string()),
     config: z.object({
       mappings: z.array(
         z.object({

@@ -5,6 +5,7 @@ import { mappingsOf, overlaps, sandboxPrefix } from './chain.ts';
 import { systemCode } from './errors.ts';
 import { contested, type DispatchLine, readDispatch, rivalLines } from './listing.ts';
 import { describeMapping, type PortMapping } from './netconf.ts';
+import { processId } from './process.ts';
 import type { SandboxRecord } from './record.ts';
 import type { Ruleset } from './restore.ts';
 
@@ -61,7 +62,14 @@ export function contestedBy(
 
 /** Says whether every network namespace of a sandbox is provably gone: the path that its ADD was given is not there. */
 export function isDead(record: SandboxRecord): boolean {
-  return record.attachments.every(({ netns }) => netns !== '' && isGone(netns));
+  return record.attachments.every(
+    ({ netns, namespace }) => netns !== '' && isSeenAlike(netns, namespace) && isGone(netns),
+  );
+}
+
+// A path below /proc is another process's, or nobody's, in another pid namespace.
+function isSeenAlike(netns: string, namespace: string | undefined): boolean {
+  return !netns.startsWith('/proc/') || namespace === processId('self')?.namespace;
 }
 
 function isGone(path: string): boolean {

@@ -7,6 +7,7 @@ import type { CniVariables } from './environment.ts';
 import { PortmapError } from './errors.ts';
 import type { AttachmentConfig, NetConf } from './netconf.ts';
 import { hasMappings, type NetworkConf } from './network.ts';
+import { ownName, processId } from './process.ts';
 import { isPresent, isQueued, openState, sandboxFiles, type StateFolder } from './state.ts';
 
 /**
@@ -33,7 +34,12 @@ export async function addSandbox(conf: NetConf, variables: CniVariables, call: S
   const add = {
     verb: 'ADD',
     // Another call, in another folder, asks later whether it is still there.
-    attachment: { ifname, netns: netns === '' ? '' : resolve(netns), config: attachment },
+    attachment: {
+      ifname,
+      netns: netns === '' ? '' : resolve(netns),
+      config: attachment,
+      ...(netns.startsWith('/proc/') ? { namespace: processId('self')?.namespace } : {}),
+    },
     onConflict: conf.onConflict,
   } as const;
   await changeSandbox(conf.name, containerId, add, call);
@@ -49,7 +55,7 @@ export async function addSandbox(conf: NetConf, variables: CniVariables, call: S
 export async function deleteSandbox(
   network: NetworkConf,
   variables: CniVariables,
-  call: Surroundings,
+  call: Surroundings & { readonly isUndo?: boolean },
 ): Promise<void> {
   const { containerId, ifname } = variables;
   if (!hasMappings(network.raw) && !isKnown(network.name, containerId)) return;
@@ -58,8 +64,11 @@ export async function deleteSandbox(
     import('./host.ts'),
   ]);
   const known = await knowledgeOf(network, containerId, ifname);
+  const of = call.isUndo === true ? ownName() : undefined;
+  // A later ADD has taken its place.
+  if (of !== undefined && known.token !== undefined && known.token !== of) return;
   try {
-    await changeSandbox(network.name, containerId, { verb: 'DEL', ifname }, call);
+    await changeSandbox(network.name, containerId, { verb: 'DEL', ifname, of }, call);
   } catch (error) {
     throw asTryAgain(error);
   }
@@ -78,7 +87,11 @@ async function knowledgeOf(
   network: NetworkConf,
   containerId: string,
   ifname: string,
-): Promise<{ config: Pick<AttachmentConfig, 'mappings' | 'addresses'>; hasFolder: boolean }> {
+): Promise<{
+  config: Pick<AttachmentConfig, 'mappings' | 'addresses'>;
+  token?: string | undefined;
+  hasFolder: boolean;
+}> {
   const [{ readRecord }, { readRemnants }] = await Promise.all([
     import('./record.ts'),
     import('./netconf.ts'),
@@ -88,7 +101,7 @@ async function knowledgeOf(
   const record = hasFolder ? readRecord(state, sandboxHash(network.name, containerId)) : 'unknown';
   if (record === 'missing') return { config: { mappings: [], addresses: {} }, hasFolder };
   const recorded = record === 'unknown' ? undefined : record.attachments.find((one) => one.ifname === ifname);
-  return { config: recorded?.config ?? readRemnants(network, ifname), hasFolder };
+  return { config: recorded?.config ?? readRemnants(network, ifname), token: recorded?.token, hasFolder };
 }
 
 /** Says whether the state folder has anything on a sandbox, or can't be asked. */

@@ -8,6 +8,7 @@
 //     queue/<hash>.request      a change that waits for its commit
 //     queue/<hash>.taken        the same, in the hands of the committing process
 //     queue/<hash>.<n>.result   what became of it, for its owner
+//     queue/<hash>.<n>.undo     an ADD that failed and may have left something
 import {
   closeSync,
   constants,

@@ -49,7 +49,9 @@ export function targetOfRequest(
   }
   if (isOther) return undefined;
   if (before === undefined) return { hash, before, after: undefined, old: [], possible: everyTable, request };
-  if (!before.attachments.some(({ ifname }) => ifname === change.ifname)) return undefined;
+  const { ifname: gone, of } = change;
+  if (!before.attachments.some(({ ifname, token }) => ifname === gone && (of === undefined || of === token)))
+    return undefined;
   const rest = before.attachments.filter(({ ifname }) => ifname !== change.ifname);
   const after = rest.length === 0 ? undefined : recordOf(before, before.variant, rest);
   return { hash, before, after, old: tablesOf(before), possible: [], request };

@@ -6,6 +6,7 @@ import { families, readAddress } from '../../src/address.ts';
 import { dispatchChain, mappingsOf, sandboxHash } from '../../src/chain.ts';
 import { contested, listMappings, readDispatch, readDispatchLine, rivalLines } from '../../src/listing.ts';
 import type { PortMapping } from '../../src/netconf.ts';
+import { processId } from '../../src/process.ts';
 import { contestedBy, findRivals, isDead } from '../../src/rival.ts';
 import { add } from './arbitraries.ts';
 import { type Call, emptyNode, type Netconf, observe, perform, readConf, recordOf } from './node.ts';
@@ -207,14 +208,22 @@ describe('a rival is', () => {
     if (record === 'missing') throw new Error('no record');
     const [attachment] = record.attachments;
     if (attachment === undefined) throw new Error('no attachment');
-    const at = (netns: string) => isDead({ ...record, attachments: [{ ...attachment, netns }] });
-    expect(at('/proc/self/ns/never')).toBe(true);
-    expect(at('/proc/self/ns/net')).toBe(false);
+    const at = (netns: string, namespace?: string) =>
+      isDead({ ...record, attachments: [{ ...attachment, netns, namespace }] });
+    expect(at('/dev/null')).toBe(false);
+    expect(at('/dev/never')).toBe(true);
     expect(at('')).toBe(false);
     // A path below a file can't be there, but neither is that a proof of death.
-    expect(at('/proc/self/ns/net/x')).toBe(false);
-    const both = [attachment, { ...attachment, netns: '/proc/self/ns/net' }];
+    expect(at('/dev/null/x')).toBe(false);
+    const both = ['/dev/never', '/dev/null'].map((netns) => ({ ...attachment, netns }));
     expect(isDead({ ...record, attachments: both })).toBe(false);
+
+    // The numbers below /proc are those of a pid namespace.
+    const here = processId('self')?.namespace;
+    expect(at('/proc/self/ns/never', here)).toBe(true);
+    expect(at('/proc/self/ns/net', here)).toBe(false);
+    expect(at('/proc/self/ns/never', 'pid:[1]')).toBe(false);
+    expect(at('/proc/self/ns/never')).toBe(false);
   });
 
   test('dead in what is said of it only when there is a record', () => {
