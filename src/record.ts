@@ -78,8 +78,6 @@ export const attachmentSchema = once(() => {
   return z.object({
     ifname: z.string(),
     netns: z.string(),
-    token: z.optional(z.string()),
-    namespace: z.optional(z.string()),
     config: z.object({
       mappings: z.array(
         z.object({
@@ -96,6 +94,9 @@ export const attachmentSchema = once(() => {
       externalSetMarkChain: z.optional(z.string()),
       conditions: z.object({ ipv4: z.array(z.string()), ipv6: z.array(z.string()) }),
     }),
+    // In the order in which they are written, so that a record that is read and put back is the same text.
+    namespace: z.optional(z.string()),
+    token: z.optional(z.string()),
   });
 });
 
