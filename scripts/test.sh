@@ -78,7 +78,16 @@ for layer in "${layers[@]}"; do
     "$logs/$layer.json" 2>/dev/null); then
     read -r layer_passed layer_failed layer_skipped layer_broken <<<"$counts"
     passed=$((passed + layer_passed)) failed=$((failed + layer_failed)) skipped=$((skipped + layer_skipped))
-    [ "$layer_failed" -eq 0 ] || notes+=("layer $layer: $layer_failed tests")
+    if [ "$layer_failed" -gt 0 ]; then
+      notes+=("layer $layer: $layer_failed tests")
+      # Once more at the very end, where it is seen also by those who have only the end of the output.
+      while IFS= read -r line; do notes+=("  $line"); done < <(node -e '
+        const report = JSON.parse(require("node:fs").readFileSync(process.argv[1], "utf8"));
+        for (const file of report.testResults)
+          for (const test of file.assertionResults.filter(({ status }) => status === "failed"))
+            console.log(`${file.name.slice(process.cwd().length + 1)}: ${test.fullName}: ${test.failureMessages.join(" ").replace(/\s+/g, " ").slice(0, 600)}`);' \
+        "$logs/$layer.json")
+    fi
     if [ "$layer_broken" -gt 0 ]; then
       broke "layer $layer: $layer_broken test files did not load"
     elif [ $((layer_passed + layer_failed)) -eq 0 ]; then
